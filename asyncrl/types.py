@@ -1,0 +1,166 @@
+"""The records that travel between processes, and the words for them.
+
+| word | meaning |
+|---|---|
+| Prompt | one data set row, tokenised with the chat template |
+| ordinal | a group's position in the endless data order |
+| rollout | the act of generating and scoring; never the record |
+| Trajectory | the record of one rollout |
+| TrajectoryGroup | the trajectories of one prompt: the unit of leasing, batching and packing |
+| completion | the sampled tokens of one turn |
+| policy version | an integer: 0 is the initial model, +1 each time the learner publishes |
+| staleness | of a token in batch i: i minus the version that sampled it |
+| batch | what makes one version; a microbatch is one forward-backward of it |
+| lease | the coordinator's grant of one group to one rollout server |
+
+Shapes: `P` tokens of a prompt, `T` tokens of a trajectory after its prompt, `G` trajectories of a group.
+Numpy only: every process imports this file, and the coordinator has no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+UInt8 = NDArray[np.uint8]
+
+
+class Status(StrEnum):
+    """How a rollout ended. Only SCORED has a reward; the others are counted, never scored 0."""
+
+    SCORED = "scored"
+    REWARD_FAILED = "reward_failed"
+    """The reward raised, or returned something that is not a finite number."""
+    REWARD_TIMEOUT = "reward_timeout"
+    """The reward ran past `timeouts.reward_s` and its process was killed."""
+    ABORTED = "aborted"
+    """The engine ended the request without finishing it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """One data set row at one position of the data order."""
+
+    ordinal: int
+    epoch: int
+    row_index: int
+    """Position in the data set as read (before shuffling)."""
+    token_ids: Int32
+    """[P]"""
+    row: dict[str, Any]
+    """The row's columns as JSON values: what the reward is given."""
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The record of one rollout. Token ids and their log-probs are the record; text is for display.
+
+    Example: token_ids [7, 9, 2], loss_mask [1, 1, 1], rollout_logprobs [-0.1, -1.2, -0.01],
+    policy_versions [3, 3, 4], reward 1.0: the third token was sampled after an update in flight.
+    """
+
+    token_ids: Int32
+    """[T] everything after the prompt."""
+    loss_mask: UInt8
+    """[T] 1 where the token trains."""
+    rollout_logprobs: Float32
+    """[T] log-prob of each token under the distribution that sampled it (the behaviour policy)."""
+    policy_versions: Int32
+    """[T] the version whose weights sampled each token."""
+    reward: float | None
+    """None unless status is SCORED."""
+    status: Status
+    finish_reason: str
+    """As the engine reports it: "stop", "length" or "abort"."""
+    text: str = ""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One stretch of time that a process spent on one thing (for events.jsonl)."""
+
+    name: str
+    start_s: float
+    """CLOCK_MONOTONIC seconds of the host that measured it."""
+    end_s: float
+    fields: dict[str, str | int | float] = {}
+
+
+@dataclass(slots=True)
+class TrajectoryGroup:
+    """The G trajectories of one prompt."""
+
+    ordinal: int
+    redraw: int
+    prompt_ids: Int32
+    """[P] stored once for the whole group."""
+    trajectories: list[Trajectory]
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the group when its prompt is packed once."""
+        return len(self.prompt_ids) + sum(len(t) for t in self.trajectories)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(int(t.loss_mask.sum()) for t in self.trajectories)
+
+    @property
+    def first_version(self) -> int:
+        """The oldest version among the group's tokens (an empty group counts as version 0)."""
+        return min((int(t.policy_versions.min()) for t in self.trajectories if len(t)), default=0)
+
+
+class SamplingSpec(msgspec.Struct, frozen=True):
+    """How completions are sampled. The server samples with it and the learner scores with it."""
+
+    temperature: float
+    max_completion_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What every rank knows of one batch: the same bytes on every rank, a few kB.
+
+    Groups are named by their position in `ordinals`, which is sorted.
+    """
+
+    index: int
+    """Batch i is trained at version i and makes version i + 1."""
+    ordinals: list[int]
+    rewards: list[list[float | None]]
+    """[group][trajectory]; None where the rollout has no reward."""
+    num_trained_tokens: list[list[int]]
+    """[group][trajectory], after the staleness mask."""
+    microbatches: list[list[list[int]]]
+    """[rank][microbatch] -> positions of groups. Equally many a rank; an empty one has weight 0."""
+
+    @property
+    def total_trained_tokens(self) -> int:
+        return sum(sum(group) for group in self.num_trained_tokens)
+
+    @property
+    def digest(self) -> int:
+        """63-bit hash of the plan: ranks compare it before their first collective of the batch."""
+        raw = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
+        return int.from_bytes(raw, "little") >> 1
+
+
+@dataclass(slots=True)
+class Shard:
+    """One rank's share of a batch: the groups of its microbatches, in the plan's order."""
+
+    plan: Plan
+    rank: int
+    microbatches: list[list[TrajectoryGroup]]
