@@ -7,6 +7,7 @@ overrides into a `Config` or one ConfigError that lists every mistake.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from typing import Annotated, Any, Literal
 
@@ -27,7 +28,7 @@ def _not_built(value: Any, built: tuple[Any, ...]) -> Any:
 class Table(BaseModel):
     """A table of the tree: frozen, and unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class TruncatedImportanceSampling(Table):
@@ -112,7 +113,7 @@ class RolloutConfig(Table):
     """Only 0 (off), for the same reason."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, besides the model's EOS tokens."""
-    max_completion_tokens: Positive = 16
+    max_completion_tokens: Positive = 8
     """Longest completion. Tokens."""
     max_groups_in_flight: Positive | Literal["auto"] = "auto"
     """Groups that one server generates at once; `auto` is what its KV cache and max_num_seqs hold."""
@@ -228,8 +229,6 @@ class StreamConfig(Table):
     @field_validator("bind")
     @classmethod
     def _loopback(cls, value: str) -> str:
-        import ipaddress
-
         try:
             address = ipaddress.ip_address(value)
         except ValueError as error:
@@ -335,7 +334,7 @@ class Config(Table):
     """Who starts the processes."""
     model: str = "tiny"
     """A Hugging Face name, a folder, or `tiny`: 0.4M parameters, made and warmed up on the spot."""
-    algorithm: Annotated[GrpoConfig, Field(discriminator=None)] = GrpoConfig()
+    algorithm: GrpoConfig = GrpoConfig()
     """A recipe by name (`grpo`), or a table {type: grpo, ...}."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """S: no token older than S versions trains (except under `over_age: keep`)."""

@@ -6,6 +6,8 @@
     |-- WireError          a message that breaks the wire's schema     (also a ValueError)
     |-- PeerLost           a process at the other end is gone, or silent past its deadline
     |-- WeightSyncError    a version that cannot be published, verified or applied
+    |   |-- SnapshotGone   its file is no longer there: a newer version is finished, wait for that
+    |   `-- EngineUnfit    the engine's weights are half overwritten: restart it
     |-- EngineError        the engine refused, died, or answered nonsense
     `-- LearnerError       a step that cannot be taken (non-finite gradient, ranks that disagree)
 
@@ -37,9 +39,24 @@ class WeightSyncError(AsyncRLError):
     """A policy version cannot be published, verified or applied."""
 
 
+class SnapshotGone(WeightSyncError):
+    """The snapshot's file has vanished, as it does when a newer version is finished. Wait for that one."""
+
+
+class EngineUnfit(WeightSyncError):
+    """An update failed after the first overwritten tensor. The engine refuses requests until it restarts."""
+
+
 class EngineError(AsyncRLError):
     """The inference engine failed."""
 
 
 class LearnerError(AsyncRLError):
     """An optimizer step cannot be taken."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first exception inside nested exception groups: what a TaskGroup's failure began with."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -20,6 +20,7 @@ Numpy only: every process imports this file, and the coordinator has no torch.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -93,7 +94,7 @@ class Span(msgspec.Struct, frozen=True):
     start_s: float
     """CLOCK_MONOTONIC seconds of the host that measured it."""
     end_s: float
-    fields: dict[str, str | int | float] = {}
+    fields: Mapping[str, str | int | float] = {}
 
 
 @dataclass(slots=True)

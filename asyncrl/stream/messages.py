@@ -21,7 +21,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Base of all messages; the class name is the kind on the wire."""
 
 
-class ServerHello(Message, tag=True):
+class ServerHello(Message, frozen=True, tag=True):
     """First word of a rollout server. `config_digest` covers what both ends must agree on."""
 
     config_digest: str
@@ -33,11 +33,11 @@ class ServerHello(Message, tag=True):
     """Credits: bytes of finished groups this server holds before it takes no more leases."""
 
 
-class ServerWelcome(Message, tag=True):
+class ServerWelcome(Message, frozen=True, tag=True):
     """The coordinator takes the server in. Leases follow once it has committed a version."""
 
 
-class Heartbeat(Message, tag=True):
+class Heartbeat(Message, frozen=True, tag=True):
     """Three times per `timeouts.heartbeat_s`, from servers (and learner ranks, without leases)."""
 
     leases: list[int] = []
@@ -48,7 +48,7 @@ class Heartbeat(Message, tag=True):
     """generating | paused | applying | rewarding | idle"""
 
 
-class Lease(Message, tag=True):
+class Lease(Message, frozen=True, tag=True):
     """One group to generate. Arrays: prompt_ids [P] int32."""
 
     ordinal: int
@@ -72,8 +72,9 @@ class TrajectoryFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GroupFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a group has besides its arrays.
 
-    Arrays, in this order: prompt_ids [P] int32, then over all trajectories end to end token_ids [sum T] int32,
-    loss_mask [sum T] uint8, rollout_logprobs [sum T] float32, policy_versions [sum T] int32.
+    Arrays, in this order: prompt_ids [P] int32, then over all trajectories end to end
+    token_ids [sum T] int32, loss_mask [sum T] uint8, rollout_logprobs [sum T] float32,
+    policy_versions [sum T] int32.
     """
 
     ordinal: int
@@ -82,20 +83,20 @@ class GroupFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spans: list[Span] = []
 
 
-class GroupFinished(Message, tag=True):
+class GroupFinished(Message, frozen=True, tag=True):
     """A finished group. Kept by the sender until an Acknowledged names it."""
 
     group: GroupFields
 
 
-class Acknowledged(Message, tag=True):
+class Acknowledged(Message, frozen=True, tag=True):
     """The coordinator holds these groups (or had them already): the sender may forget them."""
 
     groups: list[tuple[int, int]]
     """(ordinal, redraw)"""
 
 
-class WeightsOffer(Message, tag=True):
+class WeightsOffer(Message, frozen=True, tag=True):
     """The newest finished version. A server that is behind applies it at its own pace."""
 
     version: int
@@ -104,7 +105,7 @@ class WeightsOffer(Message, tag=True):
     """A `weight_sync.manifest.Manifest` as JSON."""
 
 
-class VersionCommitted(Message, tag=True):
+class VersionCommitted(Message, frozen=True, tag=True):
     """The server's engine serves this version from now on."""
 
     version: int
@@ -112,7 +113,7 @@ class VersionCommitted(Message, tag=True):
     """verify, pause, apply: how long each took."""
 
 
-class RankHello(Message, tag=True):
+class RankHello(Message, frozen=True, tag=True):
     """First word of a learner rank."""
 
     config_digest: str
@@ -122,23 +123,23 @@ class RankHello(Message, tag=True):
     pid: int
 
 
-class RankWelcome(Message, tag=True):
+class RankWelcome(Message, frozen=True, tag=True):
     """The coordinator takes the rank in."""
 
 
-class VersionAnnounced(Message, tag=True):
+class VersionAnnounced(Message, frozen=True, tag=True):
     """Rank 0 is about to publish `version`: no server may have committed it before this is recorded."""
 
     version: int
 
 
-class VersionRecorded(Message, tag=True):
+class VersionRecorded(Message, frozen=True, tag=True):
     """The announcement is recorded; the snapshot may become visible."""
 
     version: int
 
 
-class VersionPublished(Message, tag=True):
+class VersionPublished(Message, frozen=True, tag=True):
     """The snapshot of `version` is finished."""
 
     version: int
@@ -147,7 +148,7 @@ class VersionPublished(Message, tag=True):
     spans: list[Span] = []
 
 
-class Batch(Message, tag=True):
+class Batch(Message, frozen=True, tag=True):
     """The plan of a batch and this rank's shard. Arrays: those of its groups, one after another."""
 
     plan: Plan
@@ -156,7 +157,7 @@ class Batch(Message, tag=True):
     """In the order of `plan.microbatches[rank]`, flattened."""
 
 
-class StepReport(Message, tag=True):
+class StepReport(Message, frozen=True, tag=True):
     """Rank 0, after the optimizer step of batch `index`: metrics already reduced over ranks."""
 
     index: int
@@ -164,7 +165,7 @@ class StepReport(Message, tag=True):
     spans: list[Span] = []
 
 
-class Failed(Message, tag=True):
+class Failed(Message, frozen=True, tag=True):
     """The sender is about to exit because of this error."""
 
     error: str
@@ -172,13 +173,13 @@ class Failed(Message, tag=True):
     traceback: str
 
 
-class Stop(Message, tag=True):
+class Stop(Message, frozen=True, tag=True):
     """The run ends; the receiver says Bye and exits. `error` is empty at a normal end."""
 
     error: str = ""
 
 
-class Bye(Message, tag=True):
+class Bye(Message, frozen=True, tag=True):
     """The sender leaves on purpose."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -35,15 +36,28 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.encode(self)
 
 
+ALIGNMENT_BYTES = 64
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes an element of each publish dtype."""
+
+
 def decode_manifest(raw: bytes) -> Manifest:
-    """Raises WeightSyncError when `raw` is not a manifest."""
+    """Raises WeightSyncError when `raw` is not a manifest, or one whose tensors do not lie in its file."""
     try:
-        return msgspec.json.decode(raw, type=Manifest)
+        manifest = msgspec.json.decode(raw, type=Manifest)
     except msgspec.DecodeError as error:
         raise WeightSyncError(f"not a manifest: {error}") from error
-
-
-ALIGNMENT_BYTES = 64
+    for entry in manifest.tensors:
+        if entry.num_bytes != ITEMSIZES.get(entry.dtype, -1) * math.prod(entry.shape):
+            raise WeightSyncError(
+                f"not a manifest: {entry.name} of shape {entry.shape} in {entry.dtype} has {entry.num_bytes} bytes"
+            )
+        if entry.offset % ALIGNMENT_BYTES or not 0 <= entry.offset <= manifest.total_bytes - entry.num_bytes:
+            raise WeightSyncError(
+                f"not a manifest: {entry.name} of {entry.num_bytes} bytes at {entry.offset} does not lie in a "
+                f"file of {manifest.total_bytes}"
+            )
+    return manifest
 
 
 def lay_out(

@@ -1,0 +1,109 @@
+"""The `asyncrl` command. Imports nothing heavy before a configuration is known to be right.
+
+    asyncrl train CONFIG [key=value ...]             everything on this node
+    asyncrl learner CONFIG [key=value ...]           learner ranks and coordinator; servers connect to it
+    asyncrl rollout-server CONFIG --connect H:P      one rollout server
+    asyncrl check CONFIG [key=value ...]             all derived numbers; starts nothing
+
+Exit codes: 0 done, 1 failed (the cause is the last thing printed), 2 the configuration or data is wrong,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.config_file import load_config
+from asyncrl.errors import AsyncRLError, ConfigError, DataError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+ConfigPath = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="YAML file; left out: all defaults.")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides.")]
+
+
+def split_arguments(config: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The config file may be left out: then the first word is an override already."""
+    words = list(overrides or [])
+    if config is not None and "=" in str(config):
+        return None, [str(config), *words]
+    return config, words
+
+
+@app.command()
+def train(config: ConfigPath = None, overrides: Overrides = None) -> None:
+    """Start everything on this node: coordinator, learner ranks, rollout servers."""
+    from asyncrl.launch.run import run_until_done
+
+    path = run_until_done(load_config(*split_arguments(config, overrides)))
+    print(f"done: {path}")
+
+
+@app.command()
+def learner(config: ConfigPath = None, overrides: Overrides = None) -> None:
+    """Start coordinator and learner ranks; rollout servers connect by themselves."""
+    from asyncrl.launch.run import run_until_done
+
+    path = run_until_done(load_config(*split_arguments(config, overrides)), num_servers=0)
+    print(f"done: {path}")
+
+
+@app.command("rollout-server")
+def rollout_server(
+    connect: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the coordinator listens.")],
+    config: ConfigPath = None,
+    overrides: Overrides = None,
+) -> None:
+    """Start one rollout server and connect it to a running learner."""
+    from asyncrl.launch.standalone import run_standalone_server
+
+    run_standalone_server(load_config(*split_arguments(config, overrides)), connect)
+
+
+@app.command()
+def check(config: ConfigPath = None, overrides: Overrides = None) -> None:
+    """Resolve the configuration, print every derived number, start nothing."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from asyncrl.check import check as derive
+    from asyncrl.config_file import dump_config
+
+    resolved = load_config(*split_arguments(config, overrides))
+    table = Table.grid(padding=(0, 2))
+    for what, value in derive(resolved):
+        table.add_row(what, value)
+    print(dump_config(resolved))
+    Console().print(table)
+
+
+def main() -> None:
+    """Entry point of the `asyncrl` script."""
+    sys.exit(_exit_code(app))
+
+
+def _exit_code(command: Callable[[], None]) -> int:
+    try:
+        command()
+    except (ConfigError, DataError) as error:
+        print(f"asyncrl: {error}", file=sys.stderr)
+        return 2
+    except AsyncRLError as error:
+        *context, cause = str(error).splitlines()
+        print(*context, f"asyncrl: {cause}", sep="\n", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("asyncrl: interrupted; everything it started has ended", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    main()

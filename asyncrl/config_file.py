@@ -1,0 +1,172 @@
+"""From a YAML file and dotted overrides to a Config, or one ConfigError that lists every mistake.
+
+load_config("configs/tiny.yaml", ["learner.lr=1e-4", "max_staleness=1"])
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice and reads 1e-6 as a number (YAML 1.1 calls it a string)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{key}: given twice in the same table; keep one")
+        return super().construct_mapping(node, deep)
+
+
+# PyYAML follows YAML 1.1, whose floats need a dot: read 1e-6 as YAML 1.2 does.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Reads `path` (None: all defaults), applies `key.path=value` overrides, validates.
+
+    Raises ConfigError naming each key's path, its value, and what would be right.
+    """
+    tree = _read_yaml(Path(path)) if path is not None else {}
+    for override in overrides:
+        _apply_override(tree, override)
+    return validate_config(tree)
+
+
+def validate_config(tree: dict[str, Any]) -> Config:
+    """Raises ConfigError with one line a mistake."""
+    try:
+        raw = json.dumps(tree)
+    except TypeError as error:
+        raise ConfigError(f"the configuration holds a value that is not plain data: {error}") from error
+    try:
+        return Config.model_validate_json(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, tree))) from error
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML: what the run directory keeps."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def shared_digest(config: Config) -> str:
+    """Hash of what learner and rollout servers must agree on; they compare it when they meet."""
+    shared = config.model_dump(mode="json", exclude={"run", "resources", "stream", "timeouts", "launcher"})
+    for key in ("num_servers", "kv_cache_gib", "gpu_memory_utilization", "engine_args", "block_size"):
+        del shared["rollout"][key]
+    return hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a YAML file") from error
+    try:
+        tree = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds a {type(tree).__name__}; it must be a table of keys")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    path, separator, text = override.partition("=")
+    path = path.strip().removeprefix("--")
+    if not separator or not path:
+        raise ConfigError(f"{override!r}: not an override; write key.path=value")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {text!r} is not YAML: {error}") from error
+    table = tree
+    *parents, key = path.split(".")
+    for parent in parents:
+        child = table.get(parent)
+        if parent == "algorithm" and isinstance(child, str):
+            child = {"type": child}
+        if child is not None and not isinstance(child, dict):
+            raise ConfigError(f"{path}: {parent} is {child!r}, not a table")
+        table[parent] = dict(child or {})
+        table = table[parent]
+    table[key] = value
+
+
+def _explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
+    for item in error.errors():
+        path = _key_path(item["loc"], tree)
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            yield f"{path}: unknown key{_did_you_mean(path)}"
+        elif not path:
+            yield message
+        elif message.startswith(repr(item["input"])):
+            yield f"{path}: {message}"
+        else:
+            yield f"{path}: {item['input']!r}: {message}"
+
+
+def _key_path(location: tuple[int | str, ...], tree: Any) -> str:
+    """Dotted path as the user wrote it: pydantic puts the tags of unions into its own."""
+    parts: list[str] = []
+    for step, part in enumerate(location):
+        if isinstance(tree, dict) and (part in tree or step == len(location) - 1):
+            parts.append(str(part))
+            tree = tree.get(part)
+        elif isinstance(tree, list) and isinstance(part, int):
+            parts.append(str(part))
+            tree = tree[part]
+    return ".".join(parts)
+
+
+def _did_you_mean(path: str) -> str:
+    """Looks for the misspelt key in its own table first, then in the whole tree."""
+    known = sorted(set(all_keys(Config)))
+    parent, _, key = path.rpartition(".")
+    siblings = [k for k in known if k.rpartition(".")[0] == parent]
+    near = difflib.get_close_matches(key, [s.rpartition(".")[2] for s in siblings], n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {parent + '.' if parent else ''}{near[0]}?"
+    elsewhere = [k for k in known if k.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return f"; {parent or 'the top level'} has: {', '.join(s.rpartition('.')[2] for s in siblings)}"
+
+
+def all_keys(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted path of every key in the tree."""
+    for name, field in table.model_fields.items():
+        yield prefix + name
+        for nested in _tables(field.annotation):
+            yield from all_keys(nested, f"{prefix}{name}.")
+
+
+def _tables(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
+        for argument in typing.get_args(annotation):
+            yield from _tables(argument)

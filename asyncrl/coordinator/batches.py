@@ -1,0 +1,140 @@
+"""From finished groups to a batch: what still trains, the plan for every rank, and the batch's metrics.
+
+All pure functions of the groups. The learner turns a shard into tensors (learner/packing.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from asyncrl.coordinator.staleness import FinishedGroup, OverAge
+from asyncrl.types import Plan, Shard, Status, Trajectory, TrajectoryGroup
+
+
+def describe_finished(group: TrajectoryGroup) -> FinishedGroup:
+    """What the staleness rules need to know of a group. Trajectories without a reward never train."""
+    newest = [
+        int(t.policy_versions[t.loss_mask == 1].max())
+        for t in group.trajectories
+        if t.status is Status.SCORED and t.loss_mask.any()
+    ]
+    return FinishedGroup(group.ordinal, group.first_version, max(newest, default=None))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedGroup:
+    """A group as it trains in one batch, and how many tokens age took out of the loss."""
+
+    group: TrajectoryGroup
+    num_masked_tokens: int
+
+
+def mask_group(
+    group: TrajectoryGroup, *, batch_index: int, max_staleness: int, over_age: OverAge
+) -> MaskedGroup:
+    """Takes tokens out of the loss: those older than S (under `mask`), and all of unscored trajectories.
+
+    Rewards and lengths keep the whole trajectory. The arrays of `group` are not written to.
+    """
+    trajectories: list[Trajectory] = []
+    num_masked = 0
+    for trajectory in group.trajectories:
+        loss_mask = trajectory.loss_mask
+        if trajectory.status is not Status.SCORED:
+            loss_mask = np.zeros_like(loss_mask)
+        elif over_age == "mask":
+            too_old = batch_index - trajectory.policy_versions > max_staleness
+            num_masked += int(loss_mask[too_old].sum())
+            loss_mask = np.where(too_old, np.uint8(0), loss_mask)
+        trajectories.append(replace(trajectory, loss_mask=loss_mask))
+    return MaskedGroup(replace(group, trajectories=trajectories), num_masked)
+
+
+def plan_batch(index: int, groups: list[TrajectoryGroup], *, num_ranks: int, max_tokens: int) -> Plan:
+    """Spreads groups (sorted by ordinal) over ranks and microbatches: a pure function of the batch.
+
+    Groups go to the least loaded rank, longest first (by packed tokens, ties by ordinal and rank); a rank
+    fills its microbatches up to `max_tokens` in order of ordinal; every rank gets equally many microbatches,
+    the missing ones empty (weight 0). A group over `max_tokens` is a microbatch of its own.
+    """
+    num_tokens = [group.num_tokens for group in groups]
+    loads = [0] * num_ranks
+    owned: list[list[int]] = [[] for _ in range(num_ranks)]
+    for position in sorted(range(len(groups)), key=lambda p: (-num_tokens[p], p)):
+        rank = loads.index(min(loads))
+        loads[rank] += num_tokens[position]
+        owned[rank].append(position)
+    microbatches = [_fill(sorted(positions), num_tokens, max_tokens) for positions in owned]
+    most = max(len(of_rank) for of_rank in microbatches)
+    for of_rank in microbatches:
+        of_rank.extend([] for _ in range(most - len(of_rank)))
+    return Plan(
+        index=index,
+        ordinals=[group.ordinal for group in groups],
+        rewards=[[t.reward for t in group.trajectories] for group in groups],
+        num_trained_tokens=[[int(t.loss_mask.sum()) for t in group.trajectories] for group in groups],
+        microbatches=microbatches,
+    )
+
+
+def _fill(positions: list[int], num_tokens: list[int], max_tokens: int) -> list[list[int]]:
+    microbatches: list[list[int]] = []
+    room = 0
+    for position in positions:
+        if not microbatches or num_tokens[position] > room:
+            microbatches.append([])
+            room = max_tokens
+        microbatches[-1].append(position)
+        room -= num_tokens[position]
+    return microbatches
+
+
+def shard_of(plan: Plan, groups: list[TrajectoryGroup], rank: int) -> Shard:
+    """The groups that one rank trains on, by microbatch."""
+    return Shard(plan, rank, [[groups[p] for p in microbatch] for microbatch in plan.microbatches[rank]])
+
+
+def batch_metrics(plan: Plan, masked: list[MaskedGroup]) -> dict[str, float]:
+    """What a batch's trajectories say, under verl's names where it has one.
+
+    Rewards are over scored trajectories, staleness over trained tokens (weighted by token), lengths over all.
+    """
+    trajectories = [t for m in masked for t in m.group.trajectories]
+    scored = [t for t in trajectories if t.status is Status.SCORED]
+    rewards = np.array([t.reward for t in scored])
+    lengths = np.array([len(t) for t in trajectories])
+    ages = np.concatenate([plan.index - t.policy_versions[t.loss_mask == 1] for t in trajectories])
+    num_masked = sum(m.num_masked_tokens for m in masked)
+    rank_tokens = [
+        sum(masked[p].group.num_tokens for microbatch in of_rank for p in microbatch)
+        for of_rank in plan.microbatches
+    ]
+    return {
+        "critic/score/mean": float(rewards.mean()),
+        "critic/score/max": float(rewards.max()),
+        "critic/score/min": float(rewards.min()),
+        "critic/rewards/mean": float(rewards.mean()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": sum(t.finish_reason == "length" for t in trajectories)
+        / len(trajectories),
+        "prompt_length/mean": float(np.mean([len(m.group.prompt_ids) for m in masked])),
+        "global_seqlen/mean": float(np.mean(rank_tokens)),
+        "global_seqlen/min": float(min(rank_tokens)),
+        "global_seqlen/max": float(max(rank_tokens)),
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        "staleness/masked_share": num_masked / (num_masked + ages.size),
+        "rollout/failed": float(len(trajectories) - len(scored)),
+        "rollout/equal_reward_groups": float(sum(_equal_rewards(rewards) for rewards in plan.rewards)),
+        "batch/trained_tokens": float(ages.size),
+        "batch/completion_tokens": float(lengths.sum()),
+    }
+
+
+def _equal_rewards(rewards: list[float | None]) -> bool:
+    scored = {reward for reward in rewards if reward is not None}
+    return len(scored) <= 1

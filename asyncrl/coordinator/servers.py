@@ -1,0 +1,116 @@
+"""The rollout servers as the coordinator sees them: who is there, at which version, alive or lost.
+
+No I/O: the coordinator feeds it messages and times, and asks it whom to lease to and whom to give up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.config import TimeoutsConfig
+from asyncrl.stream.messages import Heartbeat, ServerHello
+
+
+@dataclass(slots=True)
+class ServerState:
+    """One connected rollout server."""
+
+    peer: bytes
+    name: str
+    """host:pid, for people."""
+    max_groups_in_flight: int
+    last_heard_s: float
+    last_step_s: float
+    """When its engine's step counter last advanced, or it stated another reason for standing still."""
+    engine_steps: int = 0
+    state: str = "idle"
+    version: int | None = None
+    """Last version it echoed as committed; None before its cold sync."""
+    num_refused: int = 0
+    """Messages of it in a row that broke the schema."""
+    num_leases: int = 0
+    leased_s: float = 0.0
+    """Time since it joined during which it held a lease."""
+    lease_clock_s: float = 0.0
+    """When leased_s was last brought up to date."""
+    joined_s: float = 0.0
+
+    def count_leases(self, num_leases: int, now_s: float) -> None:
+        """Records how many leases it holds from now on."""
+        if self.num_leases > 0:
+            self.leased_s += now_s - self.lease_clock_s
+        self.lease_clock_s = now_s
+        self.num_leases = num_leases
+
+
+class Servers:
+    """The registry of connected rollout servers."""
+
+    def __init__(self, timeouts: TimeoutsConfig) -> None:
+        self._timeouts = timeouts
+        self._states: dict[bytes, ServerState] = {}
+        self._departed_s = 0.0, 0.0
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, peer: bytes) -> bool:
+        return peer in self._states
+
+    def __getitem__(self, peer: bytes) -> ServerState:
+        return self._states[peer]
+
+    def all(self) -> list[ServerState]:
+        return list(self._states.values())
+
+    def join(self, peer: bytes, hello: ServerHello, now_s: float) -> ServerState:
+        state = ServerState(
+            peer,
+            f"{hello.host}:{hello.pid}",
+            hello.max_groups_in_flight,
+            last_heard_s=now_s,
+            last_step_s=now_s,
+            lease_clock_s=now_s,
+            joined_s=now_s,
+        )
+        self._states[peer] = state
+        return state
+
+    def leave(self, peer: bytes, now_s: float) -> ServerState:
+        state = self._states.pop(peer)
+        state.count_leases(0, now_s)
+        leased_s, total_s = self._departed_s
+        self._departed_s = leased_s + state.leased_s, total_s + now_s - state.joined_s
+        return state
+
+    def heartbeat(self, peer: bytes, heartbeat: Heartbeat, now_s: float) -> None:
+        state = self._states[peer]
+        if heartbeat.engine_steps != state.engine_steps or heartbeat.state != "generating":
+            state.last_step_s = now_s
+        state.engine_steps = heartbeat.engine_steps
+        state.state = heartbeat.state
+
+    def next_to_lease(self) -> list[ServerState]:
+        """Servers with a committed version and a free credit, the least busy first."""
+        ready = [s for s in self._states.values() if s.version is not None]
+        free = [s for s in ready if s.num_leases < s.max_groups_in_flight]
+        return sorted(free, key=lambda s: (s.num_leases, s.peer))
+
+    def silent(self, now_s: float) -> list[ServerState]:
+        """Servers not heard of for `timeouts.heartbeat_s`."""
+        deadline_s = now_s - self._timeouts.heartbeat_s
+        return [s for s in self._states.values() if s.last_heard_s < deadline_s]
+
+    def stalled(self, now_s: float) -> list[ServerState]:
+        """Servers that hold leases while their engine makes no step for `timeouts.lease_s`."""
+        deadline_s = now_s - self._timeouts.lease_s
+        return [s for s in self._states.values() if s.num_leases and s.last_step_s < deadline_s]
+
+    def idle_share(self, now_s: float) -> float:
+        """Share of the servers' time, since they joined, in which they held no lease."""
+        leased_s, total_s = self._departed_s
+        for state in self._states.values():
+            state.count_leases(state.num_leases, now_s)
+            leased_s += state.leased_s
+            total_s += now_s - state.joined_s
+        return 1.0 - leased_s / total_s if total_s else 0.0

@@ -1,0 +1,64 @@
+"""What the run looks like right now: filled by the coordinator, read by the console and by metrics."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.types import Span
+
+
+@dataclass(slots=True)
+class RunStatus:
+    """Mutable; one process, one event loop."""
+
+    max_versions: int
+    phase: str = "starting"
+    """starting | training | ending"""
+    version: int = 0
+    epoch: int = 0
+    latest: dict[str, float] = field(default_factory=dict)
+    """Metrics of the newest version."""
+    rewards: list[float] = field(default_factory=list)
+    """critic/score/mean of every version."""
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=100))
+    """What a person should see: lost servers, refused messages."""
+    num_notes: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+    _published: dict[str, float] = field(default_factory=dict)
+    _committed: dict[str, float] = field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.num_notes += 1
+
+    def record_version(self, version: int, metrics: dict[str, float]) -> None:
+        self.phase = "training"
+        self.version = version
+        self.latest = metrics
+        self.rewards.append(metrics["critic/score/mean"])
+
+    def record_publish(self, version: int, spans: Sequence[Span]) -> None:
+        if version == 0:
+            self.phase = "training"
+        for span in spans:
+            self._published[f"weight_sync/{span.name}_s"] = span.end_s - span.start_s
+            if "bytes" in span.fields:
+                self._published["weight_sync/bytes"] = float(span.fields["bytes"])
+
+    def record_commit(self, version: int, spans: Sequence[Span]) -> None:
+        if version == 0:  # the cold sync finds no request to hold up
+            return
+        self._committed = {f"weight_sync/{span.name}_s": span.end_s - span.start_s for span in spans}
+
+    def weight_sync_metrics(self) -> dict[str, float]:
+        """Of the newest publish and the newest commit: seconds of each part, bytes, and bytes over total."""
+        metrics = self._published | self._committed
+        parts = ("publish", "verify", "pause", "apply")
+        total_s = sum(metrics.get(f"weight_sync/{part}_s", 0.0) for part in parts)
+        if not self._committed or not total_s:
+            return metrics
+        num_bytes = metrics.get("weight_sync/bytes", 0.0)
+        return metrics | {"weight_sync/total_s": total_s, "weight_sync/gb_per_s": num_bytes / total_s / 1e9}

@@ -1,0 +1,86 @@
+"""The Env seam: one rollout, from a prompt to a trajectory. Rollout servers run it, many at once.
+
+An environment is given two callables and knows neither the engine nor the reward pool: `generate` samples
+one completion after a context of token ids (request id, seed and sampling are the caller's), `score` gives
+its text a reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from asyncrl.types import Float32, Int32, Prompt, Status, Trajectory
+
+
+class SampledCompletion(Protocol):
+    """What an environment reads of an engine's completion; arrays are [T]."""
+
+    @property
+    def token_ids(self) -> Int32: ...
+    @property
+    def logprobs(self) -> Float32: ...
+    @property
+    def policy_versions(self) -> Int32: ...
+    @property
+    def finish_reason(self) -> str: ...
+
+
+class RewardOutcome(NamedTuple):
+    """What came of scoring one completion. `reward` is a finite number only when status is SCORED."""
+
+    reward: float | None
+    status: Status
+    detail: str = ""
+    """Why there is no reward, on one line."""
+
+
+Generate = Callable[[Int32], Awaitable[SampledCompletion]]
+"""Context token ids [P] -> the completion sampled after them."""
+
+Score = Callable[[str, dict[str, Any]], Awaitable[RewardOutcome]]
+"""Completion text and the prompt's row -> its outcome."""
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that an environment needs."""
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = ..., **kwargs: Any) -> str | list[str]: ...
+
+
+class Env(Protocol):
+    """Runs rollouts. One object serves many at once, so it keeps no state of any single one."""
+
+    async def rollout(self, prompt: Prompt, generate: Generate, score: Score) -> Trajectory:
+        """Generates and scores once. What `generate` raises is passed on; a failed reward is a status."""
+        ...
+
+
+class SingleTurnEnv:
+    """One prompt, one completion, one reward."""
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._tokenizer = tokenizer
+
+    async def rollout(self, prompt: Prompt, generate: Generate, score: Score) -> Trajectory:
+        """Every sampled token trains, the EOS included. An aborted completion is never scored."""
+        completion = await generate(prompt.token_ids)
+        # Text is for the reward and for display; the ids are the record and are never made from it.
+        text = self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        assert isinstance(text, str)
+        if completion.finish_reason == "abort":
+            outcome = RewardOutcome(None, Status.ABORTED)
+        else:
+            outcome = await score(text, prompt.row)
+        return Trajectory(
+            token_ids=completion.token_ids,
+            loss_mask=np.ones(len(completion.token_ids), np.uint8),
+            rollout_logprobs=completion.logprobs,
+            policy_versions=completion.policy_versions,
+            reward=outcome.reward,
+            status=outcome.status,
+            finish_reason=completion.finish_reason,
+            text=text,
+        )

@@ -1,0 +1,85 @@
+"""What a child process of the launcher runs: `python -m asyncrl.launch.child SPEC`, SPEC being JSON.
+
+Set up before anything heavy is imported: it dies with its parent, and stays on its cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from types import FrameType
+
+import msgspec
+
+from asyncrl.errors import AsyncRLError
+
+PR_SET_PDEATHSIG = 1
+
+
+class ChildSpec(msgspec.Struct, frozen=True):
+    """Everything a child needs to know."""
+
+    role: str
+    """learner | rollout-server"""
+    rank: int
+    config_file: str
+    model_path: str
+    address: str
+    """host:port of the coordinator."""
+    cores: tuple[int, ...]
+    device: str
+    """cpu | cuda"""
+    parent_pid: int
+    init_method: str = ""
+    """torch.distributed rendezvous of the learner ranks."""
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """SIGTERM reaches this process when its parent ends in any way, SIGKILL included (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:  # it ended before the request was made
+        sys.exit(f"asyncrl: the launcher (process {parent_pid}) is gone")
+
+
+def raise_on_sigterm() -> None:
+    """SIGTERM unwinds the stack, so that files and sockets are cleaned up."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def run(spec: ChildSpec) -> None:
+    """Runs the role to its end."""
+    from asyncrl.config_file import load_config
+
+    config = load_config(spec.config_file)
+    if spec.role == "learner":
+        from asyncrl.launch.learner_process import run_rank
+
+        run_rank(config, spec)
+    else:
+        from asyncrl.launch.server_process import run_rollout_server
+
+        run_rollout_server(config, spec.model_path, spec.address, device=spec.device)
+
+
+def main() -> None:
+    """Exit code 0 after a normal end; 1 with the cause as the last line of stderr."""
+    spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
+    die_with_parent(spec.parent_pid)
+    os.sched_setaffinity(0, spec.cores)
+    raise_on_sigterm()
+    try:
+        run(spec)
+    except AsyncRLError as error:
+        traceback.print_exc()
+        sys.exit(f"asyncrl {spec.role} {spec.rank}: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    main()

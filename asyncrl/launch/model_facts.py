@@ -1,0 +1,52 @@
+"""What a model folder says of itself, read without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+
+def read_model_config(model_path: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises ConfigError."""
+    try:
+        return json.loads((model_path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {model_path}/config.json cannot be read: {error}") from error
+
+
+def read_vocab_size(model_path: Path) -> int:
+    """Rows of the embedding: every token id is below it."""
+    model = read_model_config(model_path)
+    vocab_size = model.get("vocab_size") or model.get("text_config", {}).get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ConfigError(f"model: {model_path}/config.json has no vocab_size")
+    return vocab_size
+
+
+def check_length(model_path: Path, num_tokens: int) -> None:
+    """Raises ConfigError when prompt and completion together may exceed the model's positions."""
+    model = read_model_config(model_path)
+    longest = model.get("max_position_embeddings") or model.get("text_config", {}).get("max_position_embeddings")
+    if isinstance(longest, int) and num_tokens > longest:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_completion_tokens = {num_tokens}, and {model_path} has "
+            f"{longest} positions (max_position_embeddings); lower one of them"
+        )
+
+
+def count_parameters(model_path: Path) -> int:
+    """Parameters in the folder's safetensors files (tied ones once), from their headers alone."""
+    total = 0
+    for file in sorted(model_path.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                count = 1
+                for extent in tensor["shape"]:
+                    count *= extent
+                total += count
+    return total

@@ -1,0 +1,93 @@
+"""The process of one rollout server: starts its engine and reward workers, meets the coordinator, serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.envs.dataset import load_tokenizer
+from asyncrl.envs.env import SingleTurnEnv
+from asyncrl.envs.reward_pool import RewardPool
+from asyncrl.launch.model_facts import read_vocab_size
+from asyncrl.rollout_server.server import RolloutServer
+from asyncrl.rollout_server.vllm_engine import VllmEngine
+from asyncrl.stream.codec import Limits
+from asyncrl.stream.connections import Connection
+from asyncrl.stream.envelope import Envelope
+from asyncrl.weight_sync.shm import ShmTransport
+
+
+def run_rollout_server(config: Config, model_path: str, address: str, *, device: str) -> None:
+    """Serves until the coordinator says Stop. SIGTERM and Ctrl-C end the engine first. Raises the cause."""
+    asyncio.run(_run(config, model_path, address, device))
+
+
+async def _run(config: Config, model_path: str, address: str, device: str) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    engine = make_engine(config, model_path, device)
+    try:
+        async with reward_pool(config) as rewards:
+            await engine.start()
+            await _serve(config, model_path, address, engine, rewards)
+    finally:
+        await engine.close()
+
+
+async def _serve(
+    config: Config, model_path: str, address: str, engine: VllmEngine, rewards: RewardPool
+) -> None:
+    envelope = Envelope(f"rollout-server-{os.getpid()}", max_message_bytes=config.stream.max_message_bytes)
+    limits = Limits(
+        vocab_size=read_vocab_size(Path(model_path)),
+        group_size=config.rollout.group_size,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+    )
+    async with Connection(
+        address,
+        envelope,
+        limits,
+        heartbeat_s=config.timeouts.heartbeat_s,
+        connect_s=config.timeouts.connect_s,
+    ) as connection:
+        server = RolloutServer(
+            config,
+            engine,
+            connection,
+            env=SingleTurnEnv(load_tokenizer(model_path)),
+            score=rewards.score,
+            transport=ShmTransport(),
+        )
+        await server.run()
+
+
+def make_engine(config: Config, model_path: str, device: str) -> VllmEngine:
+    """The engine that the config asks for, not started yet."""
+    dtype = config.learner.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    return VllmEngine(
+        model_path,
+        config.rollout,
+        device=device,
+        dtype=dtype,
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_completion_tokens,
+        start_timeout_s=config.timeouts.engine_start_s,
+        update_timeout_s=config.timeouts.sync_s,
+    )
+
+
+def reward_pool(config: Config) -> RewardPool:
+    """One reward process a core of this server."""
+    return RewardPool(
+        config.reward,
+        answer_key=config.data.answer_key,
+        num_workers=len(os.sched_getaffinity(0)),
+        timeout_s=config.timeouts.reward_s,
+    )
+

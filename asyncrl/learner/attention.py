@@ -1,0 +1,159 @@
+"""Attention over packed groups: the prompt once, then its completions, each seeing the prompt and itself.
+
+A packed row holds groups end to end. Transformers calls `group_attention` in every decoder layer under the
+name ATTENTION_NAME; the GroupLayout travels to it through the model's keyword arguments. Since transformers
+knows no mask function of that name, it builds no mask. Linear layers see the packed tokens only; padding
+exists inside the attention of one group, between completions of different lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from asyncrl.errors import LearnerError
+
+ATTENTION_NAME = "asyncrl_group"
+
+
+@dataclass(slots=True, frozen=True)
+class GroupSpan:
+    """Where one group lies in the packed row: `prompt_length` tokens, then its completions end to end."""
+
+    prompt_length: int
+    completion_lengths: tuple[int, ...]
+    """Every one is at least 1."""
+    padded_index: Tensor | None
+    """[C * L] position, among the group's packed completion tokens, of each padded slot (L is the longest
+    length). Slots past a completion's end repeat its last token. None when all are of one length."""
+    packed_index: Tensor | None
+    """[sum of lengths] the inverse: the padded slot of each packed completion token."""
+
+
+@dataclass(slots=True, frozen=True)
+class GroupLayout:
+    """The groups of one packed row, in order."""
+
+    spans: tuple[GroupSpan, ...]
+    piece_lengths: list[int]
+    """The row cut into prompt, completions, prompt, completions, ..."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupLayout:
+        return self
+
+
+def lay_out_groups(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> GroupLayout:
+    """The layout of groups given as (prompt length, lengths of the completions that have tokens)."""
+    spans = tuple(_span(prompt_length, tuple(lengths), device) for prompt_length, lengths in groups)
+    pieces = [length for span in spans for length in (span.prompt_length, sum(span.completion_lengths))]
+    return GroupLayout(spans, pieces)
+
+
+def _span(prompt_length: int, lengths: tuple[int, ...], device: torch.device) -> GroupSpan:
+    if len(set(lengths)) < 2:
+        return GroupSpan(prompt_length, lengths, None, None)
+    length = torch.tensor(lengths)[:, None]  # [C, 1]
+    slot = torch.arange(max(lengths))[None, :]  # [1, L]
+    start = length.cumsum(0) - length
+    padded_index = (start + slot.minimum(length - 1)).flatten()
+    packed_index = (slot < length).flatten().nonzero().flatten()
+    return GroupSpan(prompt_length, lengths, padded_index.to(device), packed_index.to(device))
+
+
+def group_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    group_layout: GroupLayout | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Exact attention of every token over its prompt and its own completion. The signature is transformers'.
+
+    query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]. Raises LearnerError for a model whose
+    attention needs more than that.
+    """
+    unsupported = {
+        "attention_mask": attention_mask,
+        "sliding_window": sliding_window,
+        "dropout": dropout or None,
+    }
+    unsupported |= {name: kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")}
+    if used := sorted(name for name, argument in unsupported.items() if argument is not None):
+        raise LearnerError(
+            f"{type(module).__name__} asks for {', '.join(used)}, which packed groups do not support; "
+            "use a model with plain causal attention"
+        )
+    if group_layout is None:
+        raise LearnerError(
+            f"{type(module).__name__} was called without a group layout: this model does not hand its keyword "
+            "arguments down to the attention; use a model of another architecture (Llama, Qwen2, Qwen3)"
+        )
+    queries, keys, values = (_cut(x, group_layout.piece_lengths) for x in (query, key, value))
+    pieces: list[Tensor] = []
+    for i, span in enumerate(group_layout.spans):
+        prompt = 2 * i
+        pieces.append(_attend_prompt(queries[prompt], keys[prompt], values[prompt], scaling))
+        if span.completion_lengths:
+            q, k, v = (_pad(x[prompt + 1], span) for x in (queries, keys, values))
+            out = _attend_completions(q, keys[prompt], k, values[prompt], v, scaling)
+            out = out.flatten(0, 1)
+            pieces.append(out if span.packed_index is None else out.index_select(0, span.packed_index))
+    return torch.cat(pieces).unsqueeze(0), None
+
+
+def _cut(x: Tensor, piece_lengths: list[int]) -> tuple[Tensor, ...]:
+    """[1, H, T, D] -> pieces [length, H, D]."""
+    return x[0].transpose(0, 1).split(piece_lengths)
+
+
+def _pad(x: Tensor, span: GroupSpan) -> Tensor:
+    """[sum of lengths, H, D] -> [C, L, H, D]."""
+    if span.padded_index is not None:
+        x = x.index_select(0, span.padded_index)
+    return x.unflatten(0, (len(span.completion_lengths), -1))
+
+
+def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """[P, H, D] each -> [P, H, D]."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _attend_completions(
+    query: Tensor, prompt_key: Tensor, key: Tensor, prompt_value: Tensor, value: Tensor, scaling: float
+) -> Tensor:
+    """Query [C, L, H, D]; prompt [P, H_kv, D]; own key and value [C, L, H_kv, D] -> [C, L, H, D].
+
+    Slots past a completion's end need no mask of their own: they lie after every real query of their row, so
+    the causal mask hides them, and their outputs are dropped, so their gradients are exactly 0.
+    """
+    num_completions, length, num_heads, _ = query.shape
+    num_kv_heads = key.shape[2]
+    mask = torch.ones(length, len(prompt_key) + length, dtype=torch.bool, device=query.device)
+    mask = mask.tril(len(prompt_key))
+    # The query heads that share a key head become more rows of one query: no copy of keys a query head.
+    q = query.view(num_completions, length, num_kv_heads, -1, query.shape[-1])
+    q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [C, H_kv, H / H_kv * L, D]
+    k, v = (
+        torch.cat([prompt.expand(num_completions, -1, -1, -1), own], dim=1).transpose(1, 2)
+        for prompt, own in ((prompt_key, key), (prompt_value, value))
+    )  # [C, H_kv, P + L, D]
+    out = scaled_dot_product_attention(q, k, v, mask.repeat(num_heads // num_kv_heads, 1), scale=scaling)
+    out = out.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4)  # [C, L, H_kv, H / H_kv, D]
+    return out.flatten(2, 3)
+
+
+AttentionInterface.register(ATTENTION_NAME, group_attention)

@@ -1,0 +1,51 @@
+"""Writes the trained model in Hugging Face format: config, safetensors, and the tokenizer as it came."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel
+
+from asyncrl.errors import LearnerError
+
+COMPANION_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
+"""Files beside the weights that belong to the model: tokenizer, chat template, generation config."""
+
+
+def export_model(transformer: PreTrainedModel, model_path: Path, folder: Path, *, is_writer: bool) -> None:
+    """Gathers the sharded model, tensor by tensor, and writes it to `folder` on the rank that is the writer.
+
+    The tensors have the dtype of the original checkpoint (float32 where its config names none). Collective:
+    every rank holds one full tensor at a time, the writer all of them in host memory. The folder appears at
+    once, complete. Raises LearnerError on the writer when `folder` exists.
+    """
+    config = AutoConfig.from_pretrained(model_path)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    state: dict[str, Tensor] = {}
+    for name, parameter in transformer.named_parameters():
+        sharded: Tensor = parameter
+        assert isinstance(sharded, DTensor)
+        tensor = sharded.full_tensor().detach()
+        if is_writer:
+            state[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
+    if not is_writer:
+        return
+    if folder.exists():
+        raise LearnerError(f"{folder} exists already; export to another folder")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_torch_state_dict(state, partial, safe_serialization=True)
+    config.dtype = dtype
+    config.save_pretrained(partial)
+    for file in sorted(model_path.iterdir()):
+        is_companion = file.suffix in COMPANION_SUFFIXES and not file.name.endswith(".index.json")
+        if is_companion and not (partial / file.name).exists():
+            shutil.copyfile(file, partial / file.name)
+    os.replace(partial, folder)

@@ -1,0 +1,23 @@
+"""Finds NaN and Inf in sharded tensors, on all ranks at once. Used for gradients and before publishing weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def shard_norms(shards: Sequence[Tensor]) -> Tensor:
+    """[len(shards)] Euclidean norm of each, float64; not finite where a shard has NaN or Inf. Empty shards: 0."""
+    return torch.stack([torch.linalg.vector_norm(shard) for shard in shards]).double()
+
+
+def first_non_finite(norms: Tensor, group: dist.ProcessGroup) -> int | None:
+    """The lowest index whose norm is not finite on any rank; the same answer on every rank. Collective."""
+    bad = (~norms.isfinite()).nonzero()
+    first = bad[:1].flatten() if len(bad) else torch.tensor([len(norms)], device=norms.device)
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    index = int(first)
+    return index if index < len(norms) else None

@@ -1,0 +1,122 @@
+"""A learner rank: receives its shard of every batch, trains it, and (rank 0 speaking) publishes the version.
+
+    consumes              does                                                        produces
+    Batch                 update: forward, backward, step, all-reduced metrics        StepReport
+    (an optimizer step)   check, announce, write the snapshot                         VersionAnnounced, -Published
+    VersionRecorded       lets the snapshot be written                                -
+    Stop                  leaves                                                      Bye
+
+ZeroMQ's own thread receives the next shard while this one computes; collectives are issued by the main
+thread only. It ends after `learner.max_versions`, or with the first cause: a lost coordinator, a lost rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from asyncrl.config import Config
+from asyncrl.errors import PeerLost
+from asyncrl.learner.publish import SnapshotPublisher
+from asyncrl.learner.update import PolicyLearner
+from asyncrl.stream.codec import Received
+from asyncrl.stream.connections import BlockingConnection
+from asyncrl.stream.messages import (
+    AnyMessage,
+    Batch,
+    Bye,
+    StepReport,
+    Stop,
+    VersionAnnounced,
+    VersionPublished,
+    VersionRecorded,
+)
+from asyncrl.types import Shard, Span, TrajectoryGroup
+
+Kind = TypeVar("Kind", Batch, VersionRecorded)
+
+
+class LearnerLoop:
+    """The life of one rank, once it is welcome. Call `run` from the main thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        learner: PolicyLearner,
+        connection: BlockingConnection,
+        publisher: SnapshotPublisher,
+    ) -> None:
+        self._config = config
+        self._learner = learner
+        self._connection = connection
+        self._publisher = publisher
+        self._speaks = dist.get_rank() == 0
+        self._waiting: deque[Received] = deque()
+        """Messages that came while another kind was awaited: the next batch arrives before it is needed."""
+
+    def run(self) -> None:
+        """Trains `learner.max_versions` batches, publishing every version but the last, which is exported."""
+        self._publish(0)
+        num_versions = self._config.learner.max_versions
+        for index in range(num_versions):
+            self._train(index, publish=index + 1 < num_versions)
+
+    def say_goodbye(self) -> None:
+        self._connection.send(Bye())
+
+    def _train(self, index: int, *, publish: bool) -> None:
+        start_s = time.monotonic()
+        shard = self._next_shard(index)
+        received_s = time.monotonic()
+        metrics = self._learner.update(shard)
+        updated_s = time.monotonic()
+        if publish:
+            self._publish(index + 1)
+        published_s = time.monotonic()
+        if self._speaks:
+            version = {"version": index}
+            timing = {
+                "timing_s/wait": received_s - start_s,
+                "timing_s/update_actor": updated_s - received_s,
+                "timing_s/update_weights": published_s - updated_s,
+            }
+            spans = [Span("wait", start_s, received_s, version), Span("step", received_s, updated_s, version)]
+            self._connection.send(StepReport(index, metrics | timing, spans))
+
+    def _next_shard(self, index: int) -> Shard:
+        received, batch = self._wait_for(Batch)
+        if batch.plan.index != index:
+            raise PeerLost(f"the coordinator sent batch {batch.plan.index} where batch {index} was due")
+        groups = iter(received.groups)
+        sizes = [len(microbatch) for microbatch in batch.plan.microbatches[batch.rank]]
+        microbatches: list[list[TrajectoryGroup]] = [[next(groups) for _ in range(size)] for size in sizes]
+        return Shard(batch.plan, batch.rank, microbatches)
+
+    def _publish(self, version: int) -> None:
+        self._learner.check_finite()
+        if self._speaks:
+            self._connection.send(VersionAnnounced(version))
+            _, recorded = self._wait_for(VersionRecorded)
+            if recorded.version != version:
+                raise PeerLost(f"version {recorded.version} was recorded where {version} was announced")
+        path, manifest, spans = self._publisher.write(version)
+        if self._speaks:
+            self._connection.send(VersionPublished(version, path, manifest.encode(), spans))
+
+    def _wait_for(self, kind: type[Kind]) -> tuple[Received, Kind]:
+        """The next message of a kind; others wait their turn. Stop and a lost coordinator are raised."""
+        for received in self._waiting:
+            if isinstance(received.body, kind):
+                self._waiting.remove(received)
+                return received, received.body
+        while True:
+            received = self._connection.recv(self._config.timeouts.idle_s)
+            body: AnyMessage = received.body
+            if isinstance(body, kind):
+                return received, body
+            if isinstance(body, Stop):
+                raise PeerLost(f"the coordinator ended the run: {body.error or 'no version was missing'}")
+            self._waiting.append(received)

@@ -1,0 +1,155 @@
+"""The policy on one rank: a Transformers model behind our packed forward, sharded with FSDP2.
+
+Master weights are float32. With compute dtype bfloat16, FSDP gathers bfloat16 copies and reduces gradients in
+float32. FSDP2 shards dimension 0 the way `torch.chunk` splits it over the ranks: equal chunks of
+ceil(rows / ranks), the last ones shorter or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from asyncrl.config import LearnerConfig
+from asyncrl.errors import LearnerError
+from asyncrl.learner.attention import ATTENTION_NAME
+from asyncrl.learner.logprobs import linear_logprobs
+from asyncrl.learner.packing import PackedMicrobatch
+
+
+class TensorShard(NamedTuple):
+    """One rank's rows of a tensor of the model."""
+
+    name: str
+    """As Hugging Face names it."""
+    rows: Tensor
+    """This rank's rows, float32, on the learner's device: the parameter's own storage, not a copy."""
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    row_offset: int
+    """Where `rows` begins in dimension 0 of the full tensor."""
+
+
+class PolicyModel(nn.Module):
+    """Maps a packed microbatch to the log-probs of its trained tokens."""
+
+    def __init__(self, transformer: PreTrainedModel, temperature: float, chunk_tokens: int) -> None:
+        super().__init__()
+        self.transformer = transformer
+        self.temperature = temperature
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, batch: PackedMicrobatch) -> tuple[Tensor, Tensor]:
+        """(log-probs [N], entropies [N]) in float32; only the log-probs carry gradients.
+
+        The head is applied here and not by its own module: this is FSDP's root, whose parameters, the head and
+        a tied embedding among them, are whole while it runs.
+        """
+        output = self.transformer.get_decoder()(
+            input_ids=batch.token_ids.unsqueeze(0),
+            position_ids=batch.position_ids.unsqueeze(0),
+            use_cache=False,
+            group_layout=batch.layout,
+        )
+        head = output_head(self.transformer)
+        return linear_logprobs(
+            output.last_hidden_state[0].index_select(0, batch.predict_index),
+            head.weight,
+            head.bias,
+            batch.target_ids,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+        )
+
+    def named_shards(self) -> Iterator[TensorShard]:
+        """This rank's rows of every tensor, in the order of Hugging Face's state dict, a tied one once."""
+        for name, parameter in self.transformer.named_parameters():
+            sharded: Tensor = parameter
+            assert isinstance(sharded, DTensor)
+            mesh, num_rows = sharded.device_mesh, sharded.shape[0]
+            row_offset = min(-(-num_rows // mesh.size()) * mesh.get_local_rank(), num_rows)
+            yield TensorShard(name, sharded.to_local().detach(), tuple(sharded.shape), row_offset)
+
+
+def decoder_blocks(transformer: PreTrainedModel) -> nn.ModuleList:
+    """The model's decoder blocks, in order: FSDP's units."""
+    blocks = transformer.get_decoder().layers
+    assert isinstance(blocks, nn.ModuleList)
+    return blocks
+
+
+def output_head(transformer: PreTrainedModel) -> nn.Linear:
+    """The linear layer from hidden states to logits; its weight is the embedding's where they are tied."""
+    head = transformer.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    return head
+
+
+def load_policy(
+    model_path: Path, config: LearnerConfig, *, temperature: float, mesh: DeviceMesh
+) -> PolicyModel:
+    """Loads a Hugging Face folder in float32 and shards it over `mesh`.
+
+    Dropout is off: the log-probs must be those of the policy that the rollout servers sample from. Raises
+    LearnerError for a model that packed groups cannot represent.
+    """
+    _check_supported(AutoConfig.from_pretrained(model_path))
+    transformer = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation=ATTENTION_NAME
+    )
+    transformer.eval()
+    _check_tensors(transformer)
+    policy = PolicyModel(transformer, temperature, config.logprob_chunk_tokens)
+    _shard(policy, compute_dtype(config, mesh.device_type), mesh)
+    return policy
+
+
+def compute_dtype(config: LearnerConfig, device_type: str) -> torch.dtype:
+    """What `learner.dtype` stands for on this device."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device_type == "cuda" else torch.float32
+    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+
+
+def _shard(policy: PolicyModel, dtype: torch.dtype, mesh: DeviceMesh) -> None:
+    precision = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in decoder_blocks(policy.transformer):
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+
+
+def _check_supported(config: PreTrainedConfig) -> None:
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    if unsupported := sorted(layer_types - {"full_attention"}):
+        raise LearnerError(
+            f"{config.model_type} has {', '.join(unsupported)} layers; packed groups support full attention only"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        raise LearnerError(
+            f"{config.model_type} attends to a sliding window of {window} tokens; packed groups support full "
+            "attention only"
+        )
+
+
+def _check_tensors(transformer: PreTrainedModel) -> None:
+    """The state dict must be the parameters and nothing else, and a tied head one parameter."""
+    names = {name for name, _ in transformer.named_parameters(remove_duplicate=False)}
+    if buffers := sorted(set(transformer.state_dict()) - names):
+        raise LearnerError(f"the model saves buffers, which are neither trained nor published: {buffers[:3]}")
+    tied = output_head(transformer).weight is transformer.get_input_embeddings().weight
+    if transformer.config.tie_word_embeddings and not tied:
+        raise LearnerError(
+            "the config ties the head to the embedding, but they loaded as two tensors and would train apart; "
+            "load a checkpoint that holds one of them"
+        )

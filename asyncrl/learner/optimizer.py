@@ -1,0 +1,83 @@
+"""The optimizer step of a rank: learning rate, clipping by the global norm, AdamW or plain SGD.
+
+PolicyLearner calls it once a version. Everything works on this rank's shards; only the norm needs the others.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from asyncrl.config import LearnerConfig
+from asyncrl.errors import LearnerError
+from asyncrl.learner.finite import first_non_finite, shard_norms
+
+
+class PolicyOptimizer:
+    """Steps sharded parameters, given by name. Moments are float32, like the master weights."""
+
+    def __init__(
+        self, parameters: dict[str, Parameter], config: LearnerConfig, group: dist.ProcessGroup
+    ) -> None:
+        self._parameters = parameters
+        self._config = config
+        self._group = group
+        self._optimizer: torch.optim.Optimizer
+        if config.optimizer == "sgd":
+            self._optimizer = torch.optim.SGD(parameters.values(), lr=config.lr, foreach=False)
+        else:
+            self._optimizer = torch.optim.AdamW(
+                parameters.values(),
+                lr=config.lr,
+                betas=config.betas,
+                weight_decay=config.weight_decay,
+                fused=True,
+            )
+
+    def step(self, version: int) -> tuple[float, float]:
+        """Clips and applies the gradients of batch `version`, then clears them. Collective.
+
+        Returns (global gradient norm before clipping, learning rate). Raises LearnerError on every rank when
+        the norm is not finite: then no weight has changed, and the gradients are cleared.
+        """
+        try:
+            norm = self._clip(version)
+            lr = learning_rate(self._config, version)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+        return norm, lr
+
+    def _clip(self, version: int) -> float:
+        """Scales the gradients to a global norm of at most max_grad_norm; returns the norm before."""
+        gradients = {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        norms = shard_norms(list(gradients.values()))
+        sum_of_squares = norms.square().sum()
+        dist.all_reduce(sum_of_squares, group=self._group)
+        norm = float(sum_of_squares.sqrt())
+        if not norm < float("inf"):
+            index = first_non_finite(norms, self._group)
+            name = "the sum over all" if index is None else list(gradients)[index]
+            raise LearnerError(
+                f"the gradient norm of version {version} is {norm} (first in {name}), so no step was taken; "
+                "look at this batch's rewards and log-probs, or lower learner.lr"
+            )
+        if (scale := self._config.max_grad_norm / (norm + 1e-6)) < 1.0:
+            for gradient in gradients.values():
+                gradient.mul_(scale)
+        return norm
+
+
+def learning_rate(config: LearnerConfig, version: int) -> float:
+    """Linear warm-up over n = `warmup_versions`: version 0 uses lr / n, version n - 1 and all after it lr."""
+    return config.lr * min(1.0, (version + 1) / max(1, config.warmup_versions))
+
+
+def _local(gradient: Tensor) -> Tensor:
+    assert isinstance(gradient, DTensor)
+    return gradient.to_local()

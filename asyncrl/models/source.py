@@ -1,0 +1,156 @@
+"""From the config's `model` to a folder in Hugging Face's layout (config.json, safetensors, tokenizer.json).
+
+`python -m asyncrl.models NAME` runs `resolve_model`, so that the launcher needs no torch. What is made
+here is made once: under a file lock, in a temporary folder that is renamed when it is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from asyncrl.errors import ConfigError
+from asyncrl.models import smollm2
+
+LOCK_TIMEOUT_S = 900
+"""Another process that makes the same model must be done by then."""
+HUB_TIMEOUT_S = 5
+"""The Hub must answer a request for metadata by then."""
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+"""What is fetched: no pickled weights, no code."""
+
+_PACKAGE = Path(__file__).parent.parent
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
+    """The model's folder: made, fetched, or simply found. Raises ConfigError.
+
+    `tiny` is made on the spot. A folder stands for itself. Anything else is a name on the Hub, looked up
+    in the Hub's cache first; SmolLM2-135M-Instruct is also on the package index. `cache_dir` is where made
+    models are kept: by default $ASYNCRL_CACHE, else ~/.cache/asyncrl.
+    """
+    if name == "tiny":
+        return _make_once(_made_folder(name, cache_dir), _save_tiny)
+    if Path(name).is_dir():
+        return _checked_folder(Path(name))
+    if not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"model {name!r}: no such folder, and not a Hugging Face name either")
+    made = _made_folder(name, cache_dir)
+    if made.is_dir():
+        return made
+    if (cached := _hub_folder(name, local_files_only=True)) is not None:
+        return cached
+    return _fetch(name, made)
+
+
+def model_is_ready(name: str, cache_dir: Path | None = None) -> bool:
+    """Whether `resolve_model` would neither make nor download anything. Cheap, and torch-free."""
+    return (
+        _made_folder(name, cache_dir).is_dir()
+        or (name != "tiny" and (Path(name) / "config.json").is_file())
+        or (_HUB_NAME.fullmatch(name) is not None and _hub_folder(name, local_files_only=True) is not None)
+    )
+
+
+def _checked_folder(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model {str(folder)!r}: the folder has no config.json, so it holds no model")
+    return folder.resolve()
+
+
+def _fetch(name: str, made: Path) -> Path:
+    _say(f"fetching model {name} from the Hugging Face Hub")
+    try:
+        folder = _hub_folder(name, local_files_only=False)
+        hub_problem = "the repository lacks config.json, tokenizer.json or safetensors weights"
+        if folder is not None:
+            return folder
+    except Exception as error:  # the Hub's client raises its own, httpx's and OSErrors
+        hub_problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    if name != smollm2.HUB_NAME:
+        raise ConfigError(
+            f"model {name!r}: not a folder, not in the Hub's cache, and the Hub failed with {hub_problem}; "
+            "check the name and the network, or give a folder"
+        )
+    _say(f"the Hub failed ({hub_problem}); making it from the package {smollm2.PACKAGE}")
+    try:
+        return _make_once(made, smollm2.save_smollm2)
+    except ConfigError as error:
+        raise ConfigError(
+            f"model {name!r}: the Hub failed with {hub_problem}, and the package index with {error}; "
+            "check the network, or give a folder"
+        ) from error
+
+
+def _hub_folder(name: str, local_files_only: bool) -> Path | None:
+    """The snapshot folder when it is complete, else None."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(
+            snapshot_download(
+                name,
+                allow_patterns=HUB_FILES,
+                etag_timeout=HUB_TIMEOUT_S,
+                local_files_only=local_files_only,
+            )
+        )
+    except LocalEntryNotFoundError:
+        if local_files_only:
+            return None
+        raise
+    complete = all((folder / file).is_file() for file in ("config.json", "tokenizer.json"))
+    return folder if complete and any(folder.glob("*.safetensors")) else None
+
+
+def _made_folder(name: str, cache_dir: Path | None) -> Path:
+    """Where a made model lives; the name carries a hash of its recipe, so that a new recipe makes it anew."""
+    recipe = b""
+    if name == "tiny":
+        sources = (_PACKAGE / "models" / "tiny.py", _PACKAGE / "envs" / "tasks.py")
+        recipe = b"".join(path.read_bytes() for path in sources)
+    elif name == smollm2.HUB_NAME:
+        recipe = smollm2.WHEEL_SHA256.encode()
+    digest = hashlib.sha256(recipe).hexdigest()[:12]
+    root = cache_dir or Path(os.environ.get("ASYNCRL_CACHE") or Path.home() / ".cache" / "asyncrl")
+    return root.resolve() / "models" / f"{name.rpartition('/')[2]}-{digest}"
+
+
+def _make_once(folder: Path, save: Callable[[Path], None]) -> Path:
+    """`folder`, after `save` has filled it unless it is there already."""
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock_path = folder.with_name(f".{folder.name}.lock")
+    try:
+        with FileLock(lock_path, timeout=LOCK_TIMEOUT_S):
+            if not folder.is_dir():
+                unfinished = folder.with_name(f".{folder.name}.unfinished")
+                shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
+                save(unfinished)
+                unfinished.rename(folder)
+    except Timeout as error:
+        raise ConfigError(
+            f"{folder} is being made by another process for over {LOCK_TIMEOUT_S} s ({lock_path})"
+        ) from error
+    return folder
+
+
+def _save_tiny(folder: Path) -> None:
+    from asyncrl.models.tiny import save_tiny  # imports torch
+
+    _say("making the model tiny (about 20 s, once)")
+    save_tiny(folder)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

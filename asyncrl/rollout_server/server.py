@@ -1,0 +1,225 @@
+"""The rollout server: one process, one engine. It runs the leases it is granted and applies new versions.
+
+    consumes                  does                                                 produces
+    Lease                     a task a group: generate, score                      GroupFinished
+    WeightsOffer              stages the newest, pauses, applies, resumes          VersionCommitted
+    Acknowledged              forgets the group                                    -
+    Stop                      leaves (an error in it becomes this process's)       Bye
+    a clock                   says what it works on                                Heartbeat
+
+It ends when told to, when the coordinator is gone (PeerLost), or when its engine fails (Failed, EngineError).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+import traceback
+
+from asyncrl.config import Config
+from asyncrl.config_file import shared_digest
+from asyncrl.envs.env import Env, Score
+from asyncrl.errors import PeerLost, SnapshotGone, first_cause
+from asyncrl.rollout_server.engine import Engine
+from asyncrl.rollout_server.group_runner import run_group
+from asyncrl.stream.codec import Received, group_fields
+from asyncrl.stream.connections import Connection
+from asyncrl.stream.messages import (
+    Acknowledged,
+    Bye,
+    Failed,
+    GroupFinished,
+    Heartbeat,
+    Lease,
+    ServerHello,
+    ServerWelcome,
+    Stop,
+    VersionCommitted,
+    WeightsOffer,
+)
+from asyncrl.stream.outbox import Outbox
+from asyncrl.types import SamplingSpec, Span
+from asyncrl.weight_sync.manifest import decode_manifest
+from asyncrl.weight_sync.transport import Offer, Transport
+
+
+class Stopped(Exception):
+    """The coordinator said Stop; a control-flow signal inside this file."""
+
+
+class RolloutServer:
+    """Serves one coordinator with one started engine, until it is told to stop."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        connection: Connection,
+        *,
+        env: Env,
+        score: Score,
+        transport: Transport,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._connection = connection
+        self._env = env
+        self._score = score
+        self._transport = transport
+        self._sampling = sampling_spec(config)
+        self._outbox = Outbox(config.stream.max_message_bytes)
+        self._leases: set[int] = set()
+        self._offer: WeightsOffer | None = None
+        self._offered = asyncio.Event()
+        self._applying = False
+
+    async def run(self) -> None:
+        """Returns after a normal Stop. Raises the first cause of failure, having told the coordinator."""
+        await self._say_hello()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._send_heartbeats())
+                tasks.create_task(self._apply_versions())
+                await self._take_messages(tasks)
+        except BaseExceptionGroup as group:
+            cause = first_cause(group)
+            if not isinstance(cause, Stopped):
+                await self._report(cause)
+                raise cause from None
+            await self._connection.send(Bye())
+
+    async def _say_hello(self) -> None:
+        max_groups = max_groups_in_flight(self._config, self._engine)
+        await self._connection.send(
+            ServerHello(
+                config_digest=shared_digest(self._config),
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                max_groups_in_flight=max_groups,
+                max_unacknowledged_bytes=self._outbox.max_bytes,
+            )
+        )
+        async with asyncio.timeout(self._config.timeouts.connect_s):
+            received = await self._connection.recv()
+        match received.body:
+            case ServerWelcome():
+                return
+            case Stop(error):
+                raise PeerLost(f"the coordinator refuses this rollout server: {error}")
+            case body:
+                raise PeerLost(f"the coordinator answered Hello with {type(body).__name__}, not a welcome")
+
+    async def _take_messages(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            received = await self._connection.recv()
+            match received.body:
+                case Lease():
+                    self._leases.add(received.body.ordinal)
+                    tasks.create_task(self._run_lease(received))
+                case Acknowledged(groups):
+                    self._outbox.acknowledge(groups)
+                case WeightsOffer() as offer:
+                    self._offer = offer
+                    self._offered.set()
+                case Stop(""):
+                    raise Stopped
+                case Stop(error):
+                    raise PeerLost(f"the coordinator ended the run: {error}")
+                case body:
+                    raise PeerLost(f"the coordinator sent {type(body).__name__} to a rollout server")
+
+    async def _run_lease(self, received: Received) -> None:
+        lease = received.body
+        assert isinstance(lease, Lease)
+        assert received.prompt_ids is not None
+        await self._outbox.wait_for_room(self._config.timeouts.lease_s)
+        group = await run_group(
+            lease,
+            received.prompt_ids,
+            env=self._env,
+            engine=self._engine,
+            score=self._score,
+            sampling=self._sampling,
+        )
+        self._outbox.add(group)
+        await self._connection.send(GroupFinished(group_fields(group)), groups=[group])
+        self._leases.discard(lease.ordinal)
+
+    async def _apply_versions(self) -> None:
+        """Applies the newest offered version; those that were replaced meanwhile are skipped."""
+        while True:
+            await self._offered.wait()
+            self._offered.clear()
+            offer = self._offer
+            assert offer is not None
+            if self._engine.version is not None and offer.version <= self._engine.version:
+                continue
+            try:
+                spans = await self._apply(offer)
+            except SnapshotGone:
+                continue  # a newer version is finished: its offer is on the way
+            await self._connection.send(VersionCommitted(offer.version, spans))
+
+    async def _apply(self, offer: WeightsOffer) -> list[Span]:
+        """gate closed -> pause(keep) -> load, label, read back -> gate open: nothing is sampled in between."""
+        version = {"version": offer.version}
+        manifest = decode_manifest(offer.manifest)
+        verify_s = time.monotonic()
+        path = await self._transport.stage(Offer("shm", offer.path, manifest))
+        pause_s = time.monotonic()
+        self._applying = True
+        try:
+            async with asyncio.timeout(self._config.timeouts.sync_s):
+                await self._engine.pause()
+                apply_s = time.monotonic()
+                await self._engine.apply(path, manifest)
+                applied_s = time.monotonic()
+                await self._engine.resume()
+        except TimeoutError:
+            raise PeerLost(
+                f"version {offer.version} was not applied within timeouts.sync_s = "
+                f"{self._config.timeouts.sync_s:g} s"
+            ) from None
+        finally:
+            self._applying = False
+        return [
+            Span("verify", verify_s, pause_s, version),
+            Span("pause", pause_s, time.monotonic(), version),
+            Span("apply", apply_s, applied_s, version),
+        ]
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            statistics = self._engine.statistics()
+            await self._connection.send(Heartbeat(sorted(self._leases), statistics.num_steps, self._state()))
+            await asyncio.sleep(self._config.timeouts.heartbeat_s / 3)
+
+    def _state(self) -> str:
+        if self._applying:
+            return "applying"
+        if not self._leases:
+            return "idle"
+        statistics = self._engine.statistics()
+        return "generating" if statistics.num_running or statistics.num_waiting else "rewarding"
+
+    async def _report(self, cause: BaseException) -> None:
+        """Tells the coordinator why this process ends, if it is still there to hear it."""
+        try:
+            await self._connection.send(Failed(str(cause), "".join(traceback.format_exception(cause))))
+        except PeerLost:
+            return
+
+
+def sampling_spec(config: Config) -> SamplingSpec:
+    """What every training request is sampled with, and what the learner scores with."""
+    rollout = config.rollout
+    return SamplingSpec(rollout.temperature, rollout.max_completion_tokens, rollout.stop)
+
+
+def max_groups_in_flight(config: Config, engine: Engine) -> int:
+    """Credits of one server: as configured, or as many whole groups as the engine runs at once."""
+    if config.rollout.max_groups_in_flight != "auto":
+        return config.rollout.max_groups_in_flight
+    return max(1, engine.max_concurrent_requests // config.rollout.group_size)

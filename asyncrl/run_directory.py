@@ -1,0 +1,109 @@
+"""The run directory: a contract that tools and tests read. One process, the coordinator's, writes to it.
+
+runs/<name>/config.yaml                    the resolved config
+           /metrics.jsonl                  one object a version, flat keys area/name
+           /events.jsonl                   spans with monotonic times
+           /trajectories/version_000012.jsonl
+           /logs/<role>-<rank>.log         what each process printed
+           /model/                         the last version, Hugging Face format
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from asyncrl.config import Config
+from asyncrl.config_file import dump_config
+from asyncrl.errors import ConfigError
+from asyncrl.types import Span, TrajectoryGroup
+
+
+def default_run_name() -> str:
+    return time.strftime("run-%Y%m%d-%H%M%S")
+
+
+class RunDirectory:
+    """Creates `<run.dir>/<run.name>` and appends to its files; every line is flushed as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self.config_file = path / "config.yaml"
+        self.model = path / "model"
+        self._open_files: dict[str, TextIO] = {}
+
+    @classmethod
+    def create(cls, config: Config) -> RunDirectory:
+        """Raises ConfigError when the directory exists: nothing is overwritten."""
+        assert config.run.name is not None
+        path = (Path(config.run.dir) / config.run.name).resolve()
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError as error:
+            raise ConfigError(f"run.name: {path} exists already; choose another run.name") from error
+        except OSError as error:
+            raise ConfigError(f"run.dir: {path} cannot be made ({error.strerror})") from error
+        directory = cls(path)
+        directory.logs.mkdir()
+        (path / "trajectories").mkdir()
+        directory.config_file.write_text(dump_config(config))
+        return directory
+
+    def log_file(self, role: str, rank: int) -> Path:
+        return self.logs / f"{role}-{rank}.log"
+
+    def append_metrics(self, metrics: dict[str, float]) -> None:
+        self._append("metrics.jsonl", metrics)
+
+    def append_spans(self, process: str, spans: Iterable[Span]) -> None:
+        for span in spans:
+            self._append(
+                "events.jsonl",
+                {
+                    "process": process,
+                    "name": span.name,
+                    "start_s": span.start_s,
+                    "end_s": span.end_s,
+                    **span.fields,
+                },
+            )
+
+    def write_trajectories(self, version: int, groups: list[TrajectoryGroup], limit: int | None) -> None:
+        """The trajectories that version `version` was trained on; at most `limit` (None: all)."""
+        lines = [
+            json.dumps(
+                {
+                    "ordinal": group.ordinal,
+                    "sample": sample,
+                    "reward": trajectory.reward,
+                    "status": trajectory.status,
+                    "finish_reason": trajectory.finish_reason,
+                    "prompt_tokens": len(group.prompt_ids),
+                    "completion_tokens": len(trajectory),
+                    "trained_tokens": int(trajectory.loss_mask.sum()),
+                    "versions": sorted(set(trajectory.policy_versions.tolist())),
+                    "text": trajectory.text,
+                },
+                ensure_ascii=False,
+            )
+            for group in groups
+            for sample, trajectory in enumerate(group.trajectories)
+        ]
+        target = self.path / "trajectories" / f"version_{version:06d}.jsonl"
+        target.write_text("".join(line + "\n" for line in lines[:limit]))
+
+    def close(self) -> None:
+        for file in self._open_files.values():
+            file.close()
+        self._open_files.clear()
+
+    def _append(self, name: str, record: Mapping[str, object]) -> None:
+        if name not in self._open_files:
+            self._open_files[name] = (self.path / name).open("a")
+        file = self._open_files[name]
+        file.write(json.dumps(record) + "\n")
+        file.flush()

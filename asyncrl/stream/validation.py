@@ -1,0 +1,275 @@
+"""The rules a received message must keep. codec.decode applies them; a refusal names field, value, sender.
+
+Speed matters here (the coordinator checks every token of the run): a group costs one or two numpy reductions
+an array, and only a refused one is searched for the position to name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncrl.errors import WireError
+from asyncrl.stream.messages import (
+    Batch,
+    Bye,
+    Failed,
+    GroupFields,
+    GroupFinished,
+    Header,
+    Heartbeat,
+    Lease,
+    RankHello,
+    ServerHello,
+    StepReport,
+    TrajectoryFields,
+    VersionAnnounced,
+    VersionCommitted,
+    VersionPublished,
+)
+from asyncrl.types import Float32, Int32, Status, UInt8
+
+WIRE_VERSION = 1
+MAX_ABS_REWARD = 1e30
+"""A larger reward would overflow float32 once it is squared for a group's standard deviation."""
+
+Refuse = Callable[[str, object, str], WireError]
+"""(field, value, rule) -> the error that names them and the sender."""
+
+_BEFORE_WELCOME = (ServerHello, RankHello, Heartbeat, Failed, Bye)
+_HEARTBEAT_STATES = ("generating", "paused", "applying", "rewarding", "idle")
+_MINIMUMS: dict[type, dict[str, int]] = {
+    ServerHello: {"max_groups_in_flight": 1, "max_unacknowledged_bytes": 1},
+    Heartbeat: {"engine_steps": 0},
+    Lease: {"ordinal": 0, "redraw": 0},
+    VersionCommitted: {"version": 0},
+    RankHello: {"rank": 0, "num_ranks": 1},
+    VersionAnnounced: {"version": 0},
+    VersionPublished: {"version": 0},
+    StepReport: {"index": 0},
+}
+
+
+@dataclass(slots=True)
+class Limits:
+    """What a receiver knows, and holds messages to. The coordinator raises newest_version."""
+
+    vocab_size: int
+    group_size: int
+    max_prompt_tokens: int
+    max_completion_tokens: int
+    newest_version: int = 0
+    """Newest announced version, for GroupFinished and VersionCommitted (a Batch has its plan's index)."""
+    run: str = ""
+    """Empty: not known yet. A connection fills it in from the first message that it receives."""
+    incarnation: str = ""
+    """As `run`."""
+
+
+def refuser(sender: str) -> Refuse:
+    """Makes the errors about one sender's message."""
+
+    def refuse(field: str, value: object, rule: str) -> WireError:
+        shown = repr(value)
+        shown = shown if len(shown) <= 120 else shown[:117] + "..."
+        return WireError(f"{field} is {shown}: {rule} (from {sender[:120]!r})")
+
+    return refuse
+
+
+def check_header(header: Header, limits: Limits, peer: str, refuse: Refuse) -> None:
+    """Wire version, sender, run, incarnation, sequence. Raises WireError."""
+    if header.wire != WIRE_VERSION:
+        raise wrong_wire_version(header.wire, refuse)
+    if peer and header.sender != peer:
+        raise refuse("sender", header.sender, f"the socket's identity is {peer!r}")
+    may_be_unknown = isinstance(header.body, _BEFORE_WELCOME)
+    for name in ("run", "incarnation"):
+        value, own = getattr(header, name), getattr(limits, name)
+        if not value and may_be_unknown:
+            continue
+        if not value:
+            raise refuse(name, value, f"only the first messages to a coordinator may leave {name} empty")
+        if own and value != own:
+            raise refuse(name, value, f"this process belongs to {name} {own!r}")
+    if header.sequence < 0:
+        raise refuse("sequence", header.sequence, "a sequence counts from 0")
+
+
+def wrong_wire_version(value: object, refuse: Refuse) -> WireError:
+    return refuse("wire", value, f"this process speaks {WIRE_VERSION}; run the same asyncrl on both ends")
+
+
+def check_body(header: Header, limits: Limits, refuse: Refuse) -> None:
+    """Everything of the body that needs no array. Raises WireError."""
+    body = header.body
+    for name, minimum in _MINIMUMS.get(type(body), {}).items():
+        if getattr(body, name) < minimum:
+            raise refuse(f"body.{name}", getattr(body, name), f"it is at least {minimum}")
+    match body:
+        case GroupFinished():
+            _check_group_fields(body.group, "body.group", limits, refuse)
+        case Heartbeat() if body.state not in _HEARTBEAT_STATES:
+            raise refuse("body.state", body.state, f"it is one of {', '.join(_HEARTBEAT_STATES)}")
+        case VersionCommitted() if body.version > limits.newest_version:
+            raise refuse("body.version", body.version, _from_the_future(limits.newest_version))
+        case RankHello() if body.rank >= body.num_ranks:
+            raise refuse("body.rank", body.rank, f"there are {body.num_ranks} ranks")
+        case Lease():
+            _check_lease(body, limits, refuse)
+        case Batch():
+            _check_batch(body, limits, refuse)
+
+
+def check_arrays(
+    group: GroupFields,
+    name: str,
+    arrays: tuple[Int32, Int32, UInt8, Float32, Int32],
+    limits: Limits,
+    newest_version: int,
+    refuse: Refuse,
+) -> None:
+    """Values of prompt_ids [P] and of token_ids, loss_mask, rollout_logprobs, policy_versions [sum T].
+
+    A log-prob is finite and at most 0 (-0.0 and 0.0 are fine): nothing above 0 is forgiven as rounding, since
+    engines compute it by log_softmax, which cannot exceed 0. A version is 0..newest_version; -1 (no weights
+    sampled it) only where loss_mask is 0.
+    """
+    prompt_ids, token_ids, loss_mask, rollout_logprobs, policy_versions = arrays
+    check_ids(prompt_ids, f"{name}.prompt_ids", limits, refuse)
+    if not len(token_ids):
+        return
+
+    def refuse_first(bad: np.ndarray, array_name: str, array: np.ndarray, rule: str) -> WireError:
+        return _refuse_first(bad, group.trajectories, f"{name}.trajectories", array_name, array, rule, refuse)
+
+    # Seen as unsigned, a negative id or version is above every limit: one reduction checks both ends.
+    if np.maximum.reduce(token_ids.view("<u4")) >= limits.vocab_size:
+        bad = token_ids.view("<u4") >= limits.vocab_size
+        raise refuse_first(bad, "token_ids", token_ids, _vocabulary(limits))
+    if np.maximum.reduce(loss_mask) > 1:
+        raise refuse_first(loss_mask > 1, "loss_mask", loss_mask, "a mask is 0 or 1")
+    # NaN wins both reductions and fails both comparisons.
+    if not (np.maximum.reduce(rollout_logprobs) <= 0 and np.minimum.reduce(rollout_logprobs) > -math.inf):
+        bad = ~((rollout_logprobs <= 0) & (rollout_logprobs > -math.inf))
+        raise refuse_first(bad, "rollout_logprobs", rollout_logprobs, "a log-prob is finite and at most 0")
+    if np.maximum.reduce(policy_versions.view("<u4")) > newest_version:
+        early = (policy_versions < -1) | ((policy_versions == -1) & (loss_mask != 0))
+        if early.any():
+            rule = "a version is at least 0, or -1 where loss_mask is 0"
+            raise refuse_first(early, "policy_versions", policy_versions, rule)
+        late = policy_versions > newest_version
+        if late.any():
+            raise refuse_first(late, "policy_versions", policy_versions, _from_the_future(newest_version))
+
+
+def check_ids(prompt_ids: Int32, name: str, limits: Limits, refuse: Refuse) -> None:
+    """A prompt [P]: 1 <= P <= max_prompt_tokens, every id in the vocabulary. Raises WireError."""
+    if not 1 <= len(prompt_ids) <= limits.max_prompt_tokens:
+        rule = f"a prompt has 1 to {limits.max_prompt_tokens} tokens (data.max_prompt_tokens)"
+        raise refuse(f"{name} length", len(prompt_ids), rule)
+    if np.maximum.reduce(prompt_ids.view("<u4")) >= limits.vocab_size:
+        index = int(np.argmax(prompt_ids.view("<u4") >= limits.vocab_size))
+        raise refuse(f"{name}[{index}]", int(prompt_ids[index]), _vocabulary(limits))
+
+
+def _check_group_fields(group: GroupFields, name: str, limits: Limits, refuse: Refuse) -> None:
+    if group.ordinal < 0 or group.redraw < 0:
+        raise refuse(f"{name}.(ordinal, redraw)", (group.ordinal, group.redraw), "both are at least 0")
+    if len(group.trajectories) != limits.group_size:
+        rule = f"a group has {limits.group_size} trajectories (rollout.group_size)"
+        raise refuse(f"{name}.trajectories length", len(group.trajectories), rule)
+    for index, fields in enumerate(group.trajectories):
+        # The good case is decided in one expression: this runs for every trajectory of the run.
+        scored = fields.status is Status.SCORED
+        if (
+            scored <= fields.num_tokens <= limits.max_completion_tokens
+            and scored is (fields.reward is not None)
+            and (fields.reward is None or -MAX_ABS_REWARD <= fields.reward <= MAX_ABS_REWARD)
+        ):
+            continue
+        raise _bad_trajectory(fields, f"{name}.trajectories[{index}]", limits, refuse)
+
+
+def _bad_trajectory(fields: TrajectoryFields, name: str, limits: Limits, refuse: Refuse) -> WireError:
+    scored = fields.status is Status.SCORED
+    if not scored <= fields.num_tokens <= limits.max_completion_tokens:
+        rule = f"a {fields.status} trajectory has {int(scored)} to {limits.max_completion_tokens} tokens"
+        return refuse(f"{name}.num_tokens", fields.num_tokens, f"{rule} (rollout.max_completion_tokens)")
+    if scored is (fields.reward is None):
+        rule = f"a trajectory has a reward exactly when its status is scored, and this one is {fields.status}"
+        return refuse(f"{name}.reward", fields.reward, rule)
+    return refuse(
+        f"{name}.reward", fields.reward, f"a reward is finite and at most {MAX_ABS_REWARD:g} in size"
+    )
+
+
+def _check_lease(lease: Lease, limits: Limits, refuse: Refuse) -> None:
+    if len(lease.seeds) != limits.group_size:
+        raise refuse("body.seeds length", len(lease.seeds), f"rollout.group_size is {limits.group_size}")
+    for index, seed in enumerate(lease.seeds):
+        if not 0 <= seed < 1 << 63:
+            raise refuse(f"body.seeds[{index}]", seed, "a seed has 63 bits")
+    _check_json(lease.row, "body.row", refuse)
+
+
+def _check_batch(batch: Batch, limits: Limits, refuse: Refuse) -> None:
+    """The groups are those that the plan gives to this rank."""
+    plan = batch.plan
+    if plan.index < 0:
+        raise refuse("body.plan.index", plan.index, "batches count from 0")
+    if not 0 <= batch.rank < len(plan.microbatches):
+        raise refuse("body.rank", batch.rank, f"the plan has {len(plan.microbatches)} ranks")
+    positions = [position for microbatch in plan.microbatches[batch.rank] for position in microbatch]
+    for position in positions:
+        if not 0 <= position < len(plan.ordinals):
+            raise refuse("body.plan.microbatches", position, f"the plan has {len(plan.ordinals)} groups")
+    planned = [plan.ordinals[position] for position in positions]
+    if (ordinals := [group.ordinal for group in batch.groups]) != planned:
+        raise refuse("body.groups", ordinals, f"the plan gives rank {batch.rank} the ordinals {planned}")
+    for index, group in enumerate(batch.groups):
+        _check_group_fields(group, f"body.groups[{index}]", limits, refuse)
+
+
+def _check_json(value: Any, name: str, refuse: Refuse) -> None:
+    """msgpack can say more than JSON (bytes, times, extension types, keys of any type): none of it passes."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise refuse(f"{name} key", key, "a row is JSON: keys are strings")
+            _check_json(item, f"{name}.{key[:40]}", refuse)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_json(item, f"{name}[{index}]", refuse)
+    elif not (value is None or isinstance(value, str | int | float)):
+        raise refuse(name, value, "a row is JSON: strings, numbers, booleans, null, lists, objects")
+
+
+def _refuse_first(
+    bad: np.ndarray,
+    trajectories: Sequence[TrajectoryFields],
+    name: str,
+    array_name: str,
+    array: np.ndarray,
+    rule: str,
+    refuse: Refuse,
+) -> WireError:
+    """Names the first bad element of an array that holds all trajectories end to end."""
+    position = flat = int(np.argmax(bad))
+    for index, fields in enumerate(trajectories):
+        if position < fields.num_tokens:
+            return refuse(f"{name}[{index}].{array_name}[{position}]", array[flat].item(), rule)
+        position -= fields.num_tokens
+    raise AssertionError("the array's length is the sum of num_tokens")
+
+
+def _vocabulary(limits: Limits) -> str:
+    return f"token ids are 0 to {limits.vocab_size - 1}"
+
+
+def _from_the_future(newest_version: int) -> str:
+    return f"from the future: the newest announced version is {newest_version}"

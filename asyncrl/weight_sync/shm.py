@@ -1,0 +1,26 @@
+"""The `shm` transport: nothing is copied, the server verifies the learner's own file. One node only."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.weight_sync.manifest import Manifest
+from asyncrl.weight_sync.snapshot import verify
+from asyncrl.weight_sync.transport import Offer
+
+
+class ShmTransport:
+    """Implements Transport for servers on the learner's node."""
+
+    def __init__(self, *, max_threads: int = 1) -> None:
+        """`max_threads`: threads that hash the file; they share the server's cores with its engine."""
+        self._max_threads = max_threads
+
+    def offer(self, path: str, manifest: Manifest) -> Offer:
+        return Offer("shm", path, manifest)
+
+    async def stage(self, offer: Offer) -> str:
+        if offer.transport != "shm":
+            raise ValueError(f"offer of version {offer.manifest.version} is for {offer.transport!r}, not shm")
+        await asyncio.to_thread(verify, offer.path, offer.manifest, max_threads=self._max_threads)
+        return offer.path
