@@ -34,7 +34,10 @@ def test_every_key_has_a_sentence_of_documentation():
     NAMED_BY_THEIR_TABLE = {  # tables are documented by their class docstring
         name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")
     }
-    tables = [Config, *(f.annotation for f in Config.model_fields.values() if hasattr(f.annotation, "model_fields"))]
+    tables = [
+        Config,
+        *(f.annotation for f in Config.model_fields.values() if hasattr(f.annotation, "model_fields")),
+    ]
     assert [key for table in tables for key in undocumented(table)] == []
     assert "algorithm.correction.cap" in set(all_keys(Config))
 

@@ -15,7 +15,7 @@ def group_advantages(
     is the sample one (n - 1). Computed in float64 over the scored trajectories of each group; the unscored
     get 0. A group with fewer than two scored trajectories, or with equal rewards, gets exactly 0: nothing in
     it is better than anything else, and dividing rounding noise by a tiny deviation would say otherwise.
-    GRPO: arXiv:2402.03300, equation 3 of section 4.1.2; without the division, Dr.GRPO: arXiv:2503.20783.
+    GRPO: arXiv:2402.03300, section 4.1.2; without the division, Dr.GRPO: arXiv:2503.20783.
     """
     scored = ~rewards.isnan()
     reward, group = rewards[scored].double(), group_index[scored]

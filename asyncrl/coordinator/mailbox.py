@@ -31,9 +31,7 @@ class Mailbox:
         """The next message, or why it was refused."""
         peer, frames = await self._listener.recv()
         try:
-            received = decode(
-                frames, self.limits, peer=peer.decode(errors="replace"), on_header=self._sequences.check
-            )
+            received = decode(frames, self.limits, peer=peer, on_header=self._sequences.check)
         except WireError as error:
             return peer, error
         if isinstance(received.body, ServerHello | RankHello):  # a peer that starts anew counts anew
@@ -60,4 +58,4 @@ class Mailbox:
     def forget(self, peer: bytes) -> None:
         """A peer that left or was given up."""
         self._envelopes.pop(peer, None)
-        self._sequences.forget(peer.decode())
+        self._sequences.forget(peer.decode(errors="replace"))

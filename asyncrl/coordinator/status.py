@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +26,10 @@ class RunStatus:
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=100))
     """What a person should see: lost servers, refused messages."""
     num_notes: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Everything that was counted instead of dropped silently."""
     started_s: float = field(default_factory=time.monotonic)
+    _version_s: float = field(default_factory=time.monotonic)
     _published: dict[str, float] = field(default_factory=dict)
     _committed: dict[str, float] = field(default_factory=dict)
 
@@ -34,7 +37,12 @@ class RunStatus:
         self.notes.append(text)
         self.num_notes += 1
 
+    def seconds_since_version(self) -> float:
+        """Since the newest version was trained; before the first, since a server held version 0."""
+        return time.monotonic() - self._version_s
+
     def record_version(self, version: int, metrics: dict[str, float]) -> None:
+        self._version_s = time.monotonic()
         self.phase = "training"
         self.version = version
         self.latest = metrics
@@ -49,7 +57,9 @@ class RunStatus:
                 self._published["weight_sync/bytes"] = float(span.fields["bytes"])
 
     def record_commit(self, version: int, spans: Sequence[Span]) -> None:
-        if version == 0:  # the cold sync finds no request to hold up
+        if version == 0:  # a cold sync: no request was held up
+            if self.version == 0:
+                self._version_s = time.monotonic()
             return
         self._committed = {f"weight_sync/{span.name}_s": span.end_s - span.start_s for span in spans}
 

@@ -56,8 +56,10 @@ class RewardPool:
     """
 
     def __init__(
-        self, reward: str, *, answer_key: str = "answer", num_workers: int = 1, timeout_s: float = 10.0
+        self, reward: str, answer_key: str = "answer", num_workers: int = 1, timeout_s: float = 10.0
     ) -> None:
+        if num_workers < 1:
+            raise ConfigError(f"a reward pool of {num_workers} workers scores nothing; use at least 1")
         self._timeout_s = timeout_s
         self._workers = [_Worker(reward, answer_key) for _ in range(num_workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()

@@ -29,7 +29,9 @@ def read_vocab_size(model_path: Path) -> int:
 def check_length(model_path: Path, num_tokens: int) -> None:
     """Raises ConfigError when prompt and completion together may exceed the model's positions."""
     model = read_model_config(model_path)
-    longest = model.get("max_position_embeddings") or model.get("text_config", {}).get("max_position_embeddings")
+    longest = model.get("max_position_embeddings") or model.get("text_config", {}).get(
+        "max_position_embeddings"
+    )
     if isinstance(longest, int) and num_tokens > longest:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_completion_tokens = {num_tokens}, and {model_path} has "

@@ -90,4 +90,3 @@ def reward_pool(config: Config) -> RewardPool:
         num_workers=len(os.sched_getaffinity(0)),
         timeout_s=config.timeouts.reward_s,
     )
-

@@ -33,7 +33,8 @@ def export_model(transformer: PreTrainedModel, model_path: Path, folder: Path, *
         assert isinstance(sharded, DTensor)
         tensor = sharded.full_tensor().detach()
         if is_writer:
-            state[name] = tensor.to(device="cpu", dtype=dtype).contiguous()
+            # A copy: a gathered tensor may be a view of a padded buffer, or the parameter itself.
+            state[name] = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
     if not is_writer:
         return
     if folder.exists():

@@ -72,8 +72,8 @@ class PolicyLearner:
         lowest, highest = bounds[:2].tolist(), (-bounds[2:]).tolist()
         if lowest != highest:
             raise LearnerError(
-                f"the ranks hold different plans: batch {lowest[0]} to {highest[0]}, digest {lowest[1]:016x} to "
-                f"{highest[1]:016x}; this rank has batch {plan.index}, digest {plan.digest:016x}; "
+                f"the ranks hold different plans: batch {lowest[0]} and {highest[0]}, digest {lowest[1]:016x} "
+                f"and {highest[1]:016x}; this rank has batch {plan.index}, digest {plan.digest:016x}; "
                 "this is a fault of the coordinator: restart the run"
             )
 

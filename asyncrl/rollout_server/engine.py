@@ -65,6 +65,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def incarnation(self) -> str | None:
+        """The incarnation of the committed version: versions of two incarnations are never compared."""
+        ...
+
+    @property
     def max_concurrent_requests(self) -> int:
         """Requests that run at once; more wait in `generate`, outside the engine."""
         ...

@@ -41,7 +41,7 @@ from asyncrl.stream.messages import (
 )
 from asyncrl.stream.outbox import Outbox
 from asyncrl.types import SamplingSpec, Span
-from asyncrl.weight_sync.manifest import decode_manifest
+from asyncrl.weight_sync.manifest import Manifest, decode_manifest
 from asyncrl.weight_sync.transport import Offer, Transport
 
 
@@ -154,32 +154,38 @@ class RolloutServer:
             self._offered.clear()
             offer = self._offer
             assert offer is not None
-            if self._engine.version is not None and offer.version <= self._engine.version:
+            manifest = decode_manifest(offer.manifest)
+            if self._has(manifest):
                 continue
             try:
-                spans = await self._apply(offer)
+                spans = await self._apply(offer.path, manifest)
             except SnapshotGone:
                 continue  # a newer version is finished: its offer is on the way
             await self._connection.send(VersionCommitted(offer.version, spans))
 
-    async def _apply(self, offer: WeightsOffer) -> list[Span]:
+    def _has(self, manifest: Manifest) -> bool:
+        """Whether the engine serves this version, or a newer one of the same incarnation."""
+        version = self._engine.version
+        same = self._engine.incarnation == manifest.incarnation
+        return same and version is not None and manifest.version <= version
+
+    async def _apply(self, path: str, manifest: Manifest) -> list[Span]:
         """gate closed -> pause(keep) -> load, label, read back -> gate open: nothing is sampled in between."""
-        version = {"version": offer.version}
-        manifest = decode_manifest(offer.manifest)
+        version = {"version": manifest.version}
         verify_s = time.monotonic()
-        path = await self._transport.stage(Offer("shm", offer.path, manifest))
+        staged = await self._transport.stage(Offer("shm", path, manifest))
         pause_s = time.monotonic()
         self._applying = True
         try:
             async with asyncio.timeout(self._config.timeouts.sync_s):
                 await self._engine.pause()
                 apply_s = time.monotonic()
-                await self._engine.apply(path, manifest)
+                await self._engine.apply(staged, manifest)
                 applied_s = time.monotonic()
                 await self._engine.resume()
         except TimeoutError:
             raise PeerLost(
-                f"version {offer.version} was not applied within timeouts.sync_s = "
+                f"version {manifest.version} was not applied within timeouts.sync_s = "
                 f"{self._config.timeouts.sync_s:g} s"
             ) from None
         finally:

@@ -7,6 +7,7 @@ engine core and workers are processes of their own, which `close` ends.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Coroutine
 from contextlib import aclosing, suppress
@@ -122,7 +123,8 @@ class VllmEngine:
         """Requests of max_model_len that the KV cache holds at once (one block is vLLM's own)."""
         cache = llm.vllm_config.cache_config
         blocks_each = -(-self._max_model_len // cache.block_size)
-        num_requests = min(self._rollout.max_num_seqs, ((cache.num_gpu_blocks or 0) - 1) // blocks_each)
+        num_held = ((cache.num_gpu_blocks or 0) - 1) // blocks_each
+        num_requests = min(llm.vllm_config.scheduler_config.max_num_seqs, num_held)
         if num_requests < 1:
             raise EngineError(
                 f"the KV cache of {cache.num_gpu_blocks} blocks of {cache.block_size} tokens does not hold "
@@ -134,7 +136,7 @@ class VllmEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._call(
-            llm.init_weight_transfer_engine(WeightTransferInitRequest({})), "prepare weight updates"
+            llm, llm.init_weight_transfer_engine(WeightTransferInitRequest({})), "prepare weight updates"
         )
 
     @property
@@ -195,7 +197,7 @@ class VllmEngine:
         """
         llm = self._started()
         await self._gate.close(self._update_timeout_s)
-        await self._call(llm.pause_generation(mode="keep", clear_cache=False), "pause")
+        await self._call(llm, llm.pause_generation(mode="keep", clear_cache=False), "pause")
 
     async def apply(self, path: str, manifest: Manifest) -> None:
         """Loads the verified snapshot at `path` and commits its version.
@@ -221,15 +223,15 @@ class VllmEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         try:
-            await self._call(llm.start_weight_update(), "start a weight update")
+            await self._call(llm, llm.start_weight_update(), "start a weight update")
             await self._call(
-                llm.update_weights(WeightTransferUpdateRequest({"step": "check", **info})), "check"
+                llm, llm.update_weights(WeightTransferUpdateRequest({"step": "check", **info})), "check"
             )
         except AsyncRLError:
             raise
         except Exception as error:
             with suppress(Exception):  # only workers that passed the check still have an update to end
-                await self._call(llm.finish_weight_update(), "end a refused weight update")
+                await self._call(llm, llm.finish_weight_update(), "end a refused weight update")
             if not os.path.exists(info["path"]):  # noqa: ASYNC240  (one stat, of a local file)
                 raise SnapshotGone(
                     f"snapshot {info['path']} of version {manifest.version} is gone"
@@ -245,10 +247,10 @@ class VllmEngine:
         label = _label(manifest)
         try:
             await self._call(
-                llm.update_weights(WeightTransferUpdateRequest({"step": "load", **info})), "load"
+                llm, llm.update_weights(WeightTransferUpdateRequest({"step": "load", **info})), "load"
             )
-            await self._call(llm.finish_weight_update(label), "finish the weight update")
-            found = await self._call(llm.get_weight_version(), "read its weight version")
+            await self._call(llm, llm.finish_weight_update(label), "finish the weight update")
+            found = await self._call(llm, llm.get_weight_version(), "read its weight version")
             if found != label:
                 raise EngineError(f"vLLM reads its weight version back as {found!r}, not {label!r}")
         except Exception as error:
@@ -265,7 +267,7 @@ class VllmEngine:
         llm = self._started()
         if self._committed is None:
             raise EngineError("no version was applied yet: the engine has nothing to serve")
-        await self._call(llm.resume_generation(), "resume")
+        await self._call(llm, llm.resume_generation(), "resume")
         self._gate.open()
 
     async def close(self) -> None:
@@ -275,6 +277,8 @@ class VllmEngine:
         if llm is not None:
             llm.output_processor.propagate_error(EngineError("the engine is closed"))
             await asyncio.to_thread(llm.shutdown, self._shutdown_timeout_s)
+            del llm
+            gc.collect()  # or its __del__ runs when the interpreter has lost its modules, and prints an error
         processes, self._processes = self._processes, []
         await asyncio.to_thread(end_processes, processes, self._shutdown_timeout_s)
 
@@ -285,13 +289,12 @@ class VllmEngine:
             raise self._gate.failure
         return self._llm
 
-    async def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+    async def _call(self, llm: AsyncLLM, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Awaits one of vLLM's control calls, which by themselves never return when the engine core dies.
 
         Raises EngineError, and breaks the engine, when it died or did not answer in time; else what the call
         raised.
         """
-        llm = self._started()
         assert llm.output_handler is not None
         call = asyncio.ensure_future(coroutine)
         try:
@@ -317,8 +320,13 @@ class VllmEngine:
         return self._gate.failure or EngineError(f"vLLM could not {what}: {error.__cause__ or error!r}")
 
     def _break(self, failure: E) -> E:
-        """From now on every call but `close` raises `failure`, or the one that broke the engine before."""
+        """Ends the requests that run; every call but `close` raises `failure` from now on.
+
+        Or the failure that broke the engine before: the first one stays.
+        """
         self._gate.fail(failure)
+        if self._llm is not None:
+            self._llm.output_processor.propagate_error(failure)
         return failure
 
 

@@ -86,9 +86,8 @@ def set_environment(device: str, num_workers: int) -> None:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin take the cores of others
     if device == "cpu":
-        os.environ.pop(
-            "VLLM_CPU_KVCACHE_SPACE", None
-        )  # whole GiB, and it would win over kv_cache_memory_bytes
+        # In whole GiB, and it would win over kv_cache_memory_bytes.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", core_lists(os.sched_getaffinity(0), num_workers))
 
 

@@ -26,14 +26,14 @@ def request(temperature: float = 1.0, stop: tuple[str, ...] = ()) -> GenerationR
     return GenerationRequest("r1", np.asarray([5, 6], np.int32), 1 << 62, SamplingSpec(temperature, 8, stop))
 
 
-def make_engine(**changes: Any) -> VllmEngine:
+def make_engine(*, update_timeout_s: float = 5.0, **rollout: Any) -> VllmEngine:
     return VllmEngine(
         "model",
-        RolloutConfig(**changes),
+        RolloutConfig(**rollout),
         device="cpu",
         dtype="float32",
         max_model_len=64,
-        update_timeout_s=changes.pop("update_timeout_s", 5.0),
+        update_timeout_s=update_timeout_s,
     )
 
 
@@ -134,6 +134,27 @@ def test_engine_args_that_asyncrl_relies_on_cannot_be_replaced(key: str) -> None
         make_engine(engine_args={key: "x"})
 
 
+# Caught: vLLM's own block counted, or a part of a block taken for a whole one.
+@pytest.mark.parametrize(("num_blocks", "capacity"), [(1000, 128), (13, 4), (12, 3), (4, 1)])
+def test_as_many_requests_run_as_the_kv_cache_holds_at_full_length(num_blocks: int, capacity: int) -> None:
+    llm: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=30, num_gpu_blocks=num_blocks),
+            scheduler_config=SimpleNamespace(max_num_seqs=128),
+        )
+    )
+    assert make_engine()._capacity(llm) == capacity  # 64 tokens are three blocks of 30
+
+
+def test_a_kv_cache_that_holds_no_request_is_an_error() -> None:
+    cache = SimpleNamespace(block_size=30, num_gpu_blocks=3)
+    llm: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(cache_config=cache, scheduler_config=SimpleNamespace(max_num_seqs=128))
+    )
+    with pytest.raises(EngineError, match=r"3 blocks of 30 tokens does not hold a request of 64 tokens"):
+        make_engine()._capacity(llm)
+
+
 def test_cores_are_dealt_out_to_the_workers() -> None:
     assert core_lists({1}, 1) == "1"
     assert core_lists({0, 1}, 1) == "0,1"
@@ -148,7 +169,8 @@ class FakeLLM:
         self.calls: list[str] = []
         self.errored = False
         self.label = "default"
-        self.output_processor = SimpleNamespace(propagate_error=lambda error: None)
+        self.errors: list[Exception] = []
+        self.output_processor = SimpleNamespace(propagate_error=self.errors.append)
         self.output_handler = asyncio.ensure_future(asyncio.Event().wait())
         self._behaviour = behaviour
 
@@ -201,14 +223,7 @@ def with_fake(
     update_timeout_s: float = 5.0,
 ) -> list[str]:
     async def run() -> list[str]:
-        engine = VllmEngine(
-            "model",
-            RolloutConfig(),
-            device="cpu",
-            dtype="float32",
-            max_model_len=64,
-            update_timeout_s=update_timeout_s,
-        )
+        engine = make_engine(update_timeout_s=update_timeout_s)
         engine._llm = fake = FakeLLM(behaviour)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             await scenario(engine, fake)
@@ -244,6 +259,7 @@ def test_a_failure_after_the_first_overwrite_makes_the_engine_unfit(step: str) -
         with pytest.raises(EngineUnfit, match=r"version 4 failed while it was loaded: .*restart the engine"):
             await engine.apply("/nowhere", MANIFEST)
         assert engine.version is None
+        assert [type(error) for error in fake.errors] == [EngineUnfit]  # the frozen requests end
         for refused in (engine.resume(), engine.generate(request()), engine.pause()):
             with pytest.raises(EngineUnfit):
                 await refused

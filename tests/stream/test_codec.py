@@ -6,6 +6,7 @@ import ast
 import contextlib
 import io
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from asyncrl.stream.messages import (
     Lease,
     RankHello,
     ServerHello,
+    StepReport,
     Stop,
     VersionCommitted,
     WeightsOffer,
@@ -147,7 +149,7 @@ groups = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(groups)
 def test_a_group_comes_out_bit_for_bit(group: TrajectoryGroup) -> None:
     # Mutation caught: versions and ids swapped in _group; float32 sent as float16; -0.0 normalised.
@@ -204,6 +206,13 @@ def test_messages_without_arrays_come_out_as_they_went_in(body: AnyMessage) -> N
     assert decode(encode(header(body)), LIMITS).body == body
 
 
+def test_an_integer_passes_for_a_float() -> None:
+    # Mutation caught: only the first of the two comparisons in _decode_header.
+    frames = encode(header(StepReport(3, {"actor/lr": 0, "x": 0.5}, [Span("step", 1, 2)])))
+    body = decode(frames, LIMITS).body
+    assert body == StepReport(3, {"actor/lr": 0.0, "x": 0.5}, [Span("step", 1.0, 2.0)])
+
+
 # Zero copy -------------------------------------------------------------------------------------------
 
 
@@ -220,19 +229,25 @@ def test_decoded_arrays_are_read_only_views_of_the_frames() -> None:
 
 
 def test_encoding_sends_the_arrays_own_memory_where_they_lie_end_to_end() -> None:
-    # Mutation caught: np.concatenate without looking whether the parts are neighbours.
+    # Mutation caught: np.concatenate without looking whether the parts are neighbours; the wrong stretch sent.
     received = decode([bytes(frame) for frame in finished(two_trajectories())], LIMITS).groups[0]
     again = finished(received)
     for index, name in enumerate(("token_ids", "loss_mask", "rollout_logprobs", "policy_versions"), 2):
         memory = np.frombuffer(again[index], np.uint8)
         assert all(np.shares_memory(getattr(t, name), memory) for t in received.trajectories)
     whole = np.arange(9, dtype=np.int32)
-    parts = {"unordered": [whole[4:6], whole[2:4]], "gap": [whole[0:2], whole[3:4]], "strided": [whole[::2]]}
+    parts = {
+        "later": [whole[2:4], whole[4:7]],
+        "unordered": [whole[4:6], whole[2:4]],
+        "gap": [whole[0:2], whole[3:4]],
+        "strided": [whole[0:8:2], whole[8:9]],
+    }
     for how, views in parts.items():
         group = two_trajectories()
         group.trajectories = [replace(trajectory(view.tolist()), token_ids=view) for view in views]
         sent = np.frombuffer(finished(group)[2], np.int32)
         assert sent.tolist() == np.concatenate(views).tolist(), how
+        assert np.shares_memory(sent, whole) is (how == "later")
 
 
 # Refusals: a change of one good message for each rule ------------------------------------------------------
@@ -283,6 +298,13 @@ def with_duplicate_key() -> list[Frame]:
     return [b"\x88" + raw[1:] + msgspec.msgpack.encode("wire") + msgspec.msgpack.encode(1), *frames[1:]]
 
 
+def with_wide_integer() -> list[Frame]:
+    frames = finished(two_trajectories())
+    raw = bytes(frames[0])
+    assert b"\xa7ordinal\x07" in raw
+    return [raw.replace(b"\xa7ordinal\x07", b"\xa7ordinal\xcd\x00\x07"), *frames[1:]]
+
+
 def lease(seeds: list[int] | None = None, row: Any = None, prompt_ids: Int32 | None = None) -> list[Frame]:
     ids = np.array([1], np.int32) if prompt_ids is None else prompt_ids
     return encode(header(Lease(0, 0, seeds or [1, 2], row or {})), (), ids)
@@ -328,7 +350,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     ),
     "unknown status": (lambda: with_raw("body.group.trajectories.1.status", "fine"), ".status", "'fine'"),
     "duplicate key": (with_duplicate_key, "header", "repeats a key"),
-    "odd encoding": (lambda: with_raw("body.group.trajectories.0.reward", 1), "header", "not encoded as"),
+    "odd encoding": (with_wide_integer, "header", "not encoded as"),
     "trailing bytes": (lambda: with_frames("trailing"), "header", "trailing"),
     "missing frame": (lambda: with_frames("missing"), "frames", "4"),
     "extra frame": (lambda: with_frames("extra"), "frames", "6"),
@@ -612,3 +634,37 @@ def test_a_message_refused_for_its_arrays_still_counts_in_the_sequence() -> None
     with pytest.raises(WireError, match="999"):
         decode(frames, LIMITS, on_header=check.check)
     decode(encode(header(Bye(), sequence=1)), LIMITS, on_header=check.check)
+
+
+# The documentation ---------------------------------------------------------------------------------
+
+
+def test_the_frames_in_the_documentation_are_the_codec_s() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
+    shown: list[bytes] = []
+    for line in page.splitlines():
+        if re.fullmatch(r"frame \d+ \d+ bytes", line):
+            shown.append(b"")
+        elif match := re.match(r"  [0-9a-f]{4}  ((?:[0-9a-f]{2} ?)+) ", line):
+            shown[-1] += bytes.fromhex(match[1])
+
+    def made(
+        ids: list[int], logprobs: list[float], versions: list[int], reward: float, text: str
+    ) -> Trajectory:
+        return trajectory(
+            ids,
+            reward,
+            rollout_logprobs=np.array(logprobs, np.float32),
+            policy_versions=np.array(versions, np.int32),
+            text=text,
+        )
+
+    group = TrajectoryGroup(
+        7,
+        0,
+        np.array([5, 6], np.int32),
+        [made([9, 2], [-0.5, -0.25], [3, 4], 1.0, "4"), made([8], [-1.0], [4], 0.0, "")],
+    )
+    envelope = Envelope(SENDER, max_message_bytes=1 << 20, run="demo", incarnation="i1")
+    envelope.next_sequence = 12
+    assert [bytes(f) for f in envelope.seal(GroupFinished(group_fields(group)), [group])] == shown

@@ -226,7 +226,7 @@ NUM_MESSAGES = 2_000
 
 
 def test_order_is_kept_both_ways_at_once() -> None:
-    # Mutation caught: a lost wake-up in Readiness hangs this; SequenceCheck sees any gap.
+    # A lost wake-up would hang this until its deadline; SequenceCheck sees any gap.
     async def run() -> tuple[list[int], list[int]]:
         there: list[int] = []
         back: list[int] = []
@@ -272,8 +272,8 @@ def test_order_is_kept_both_ways_at_once() -> None:
 
 def test_a_reader_slower_than_the_high_water_mark_loses_nothing() -> None:
     # Mutation caught: ROUTER_MANDATORY off, which drops what does not fit.
-    num_messages = 3 * MAX_QUEUED_MESSAGES
-    padding = "x" * 4096  # so that TCP's own buffers cannot hold them all
+    num_messages = 4 * MAX_QUEUED_MESSAGES
+    padding = "x" * 16_384  # 32 MB beyond the two queues: more than TCP's own buffers hold
 
     async def run() -> list[int]:
         got: list[int] = []
@@ -574,15 +574,16 @@ def test_a_peer_that_comes_back_under_its_name_takes_over_from_its_old_connectio
 
 
 def test_the_last_message_before_closing_arrives() -> None:
-    # Mutation caught: LINGER 0.
+    padding = "x" * 50_000
+
     async def run() -> None:
         async with asyncio.timeout(DEADLINE_S), listener() as ours:
             async with connection(ours.address) as theirs:
                 await theirs.send(HELLO)
-                for n in range(50):
-                    await theirs.send(Failed(str(n), "x" * 10_000))
+                for n in range(200):
+                    await theirs.send(Failed(str(n), padding))
             assert decode((await ours.recv())[1], limits()).body == HELLO
-            for n in range(50):
+            for n in range(200):
                 body = decode((await ours.recv())[1], limits()).body
                 assert isinstance(body, Failed)
                 assert body.error == str(n)
@@ -605,6 +606,7 @@ def test_closing_with_a_message_that_nobody_takes_ends() -> None:
 
 
 def test_every_option_is_set_and_not_inherited() -> None:
+    # Mutation caught: any of them left out or changed (LINGER 0 shows in no other test).
     expected = {
         "LINGER": 1000,
         "SNDHWM": 1000,

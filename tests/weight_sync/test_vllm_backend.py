@@ -41,17 +41,23 @@ def test_the_snapshot_must_hold_exactly_the_expected_tensors() -> None:
             check_names(manifest, expected)
 
 
-def test_the_plugin_is_light_and_registers_once() -> None:
+def test_the_plugin_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from asyncrl.weight_sync.vllm_plugin import BACKEND, register\n"
-        "assert 'torch' not in sys.modules and 'vllm' not in sys.modules\n"
-        "register(); register()\n"
-        "from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory\n"
-        "assert 'asyncrl.weight_sync.vllm_backend' not in sys.modules\n"
-        "assert factory._registry[BACKEND]().__name__ == 'SnapshotWeightTransfer'\n"
+        "import asyncrl.weight_sync.vllm_plugin\n"
+        "assert not {'torch', 'vllm', 'numpy', 'pydantic'} & sys.modules.keys()\n"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=200, check=True)
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_the_plugin_registers_the_backend_however_often_it_is_called() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from asyncrl.weight_sync.vllm_plugin import BACKEND, register
+
+    register()
+    register()
+    assert WeightTransferEngineFactory._registry[BACKEND]().__name__ == "SnapshotWeightTransfer"
 
 
 def test_the_dtypes_of_a_manifest_are_torchs() -> None:

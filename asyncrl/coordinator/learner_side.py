@@ -1,0 +1,156 @@
+"""The coordinator's side towards the learner: its ranks, its versions, the batches they get, their reports."""
+
+from __future__ import annotations
+
+from asyncrl.config import Config
+from asyncrl.config_file import shared_digest
+from asyncrl.coordinator.batches import MaskedGroup, batch_metrics, mask_group, plan_batch
+from asyncrl.coordinator.ledger import Ledger
+from asyncrl.coordinator.mailbox import Mailbox
+from asyncrl.coordinator.staleness import can_form_batch
+from asyncrl.coordinator.status import RunStatus
+from asyncrl.errors import PeerLost
+from asyncrl.run_directory import RunDirectory
+from asyncrl.stream.codec import group_fields
+from asyncrl.stream.messages import (
+    Batch,
+    RankHello,
+    RankWelcome,
+    StepReport,
+    Stop,
+    VersionAnnounced,
+    VersionPublished,
+    VersionRecorded,
+    WeightsOffer,
+)
+from asyncrl.types import TrajectoryGroup
+
+
+class LearnerSide:
+    """Owns the learner's version and the batches that were formed and not yet reported."""
+
+    def __init__(
+        self,
+        config: Config,
+        mailbox: Mailbox,
+        ledger: Ledger,
+        status: RunStatus,
+        directory: RunDirectory,
+    ) -> None:
+        self.ranks: dict[int, bytes] = {}
+        self.version = -1
+        """Newest announced version; -1 before the first."""
+        self._config = config
+        self._mailbox = mailbox
+        self._ledger = ledger
+        self._status = status
+        self._directory = directory
+        self._formed: dict[int, tuple[dict[str, float], list[TrajectoryGroup]]] = {}
+
+    async def take_in(self, peer: bytes, hello: RankHello) -> None:
+        """Welcomes a rank. Raises PeerLost when its configuration is another one."""
+        digest, num_ranks = shared_digest(self._config), self._config.learner.num_ranks
+        if hello.config_digest != digest or hello.num_ranks != num_ranks:
+            raise PeerLost(
+                f"learner rank {hello.rank} has another configuration (digest {hello.config_digest}, "
+                f"{hello.num_ranks} ranks) than the coordinator ({digest}, {num_ranks} ranks); start both "
+                "with the same file and overrides"
+            )
+        self.ranks[hello.rank] = peer
+        await self._mailbox.send(peer, RankWelcome())
+
+    async def announced(self, announced: VersionAnnounced) -> None:
+        """Recorded before any server can have committed it: no token comes from the future."""
+        self.version = self._mailbox.limits.newest_version = announced.version
+        await self._mailbox.send(self.ranks[0], VersionRecorded(announced.version))
+
+    def published(self, published: VersionPublished) -> WeightsOffer:
+        """What the servers are offered."""
+        self._directory.append_spans("learner-0", published.spans)
+        self._status.record_publish(published.version, published.spans)
+        return WeightsOffer(published.version, published.path, published.manifest)
+
+    async def form_batches(self) -> None:
+        """Forms every batch that can form, and sends each rank its shard."""
+        learner = self._config.learner
+        while (
+            len(self.ranks) == learner.num_ranks
+            and self._ledger.num_batches_formed < learner.max_versions
+            and can_form_batch(
+                num_batches_formed=self._ledger.num_batches_formed, learner_version=self.version
+            )
+        ):
+            index = self._ledger.num_batches_formed
+            groups = self._ledger.form_batch()
+            if groups is None:
+                return
+            await self._send_batch(index, [self._mask(index, group) for group in groups])
+
+    def reported(self, report: StepReport, of_servers: dict[str, float]) -> bool:
+        """Writes the version's metrics and trajectories. Returns whether it was the last version."""
+        of_batch, groups = self._formed.pop(report.index)
+        version = report.index + 1
+        step_s = self._status.seconds_since_version()
+        num_tokens = sum(group.num_tokens for group in groups)
+        num_processes = self._config.learner.num_ranks + of_servers["rollout/servers"]
+        metrics = {
+            "training/global_step": float(version),
+            "training/policy_version": float(version),
+            "training/epoch": float(self._status.epoch),
+            **of_batch,
+            **report.metrics,
+            "timing_s/step": step_s,
+            "timing_s/gen": _mean_generation_s(groups),
+            "perf/throughput": num_tokens / step_s / num_processes,
+            "perf/total_num_tokens": float(num_tokens),
+            "idle/learner": report.metrics["timing_s/wait"] / step_s,
+            **of_servers,
+            **self._status.weight_sync_metrics(),
+            **{f"counts/{name}": float(n) for name, n in self._status.counts.items()},
+            **{f"counts/{name}": float(n) for name, n in self._ledger.counts.items()},
+        }
+        self._directory.append_spans("learner-0", report.spans)
+        self._directory.append_metrics(metrics)
+        limit = self._config.run.trajectories_per_version
+        self._directory.write_trajectories(version, groups, None if limit == "all" else limit)
+        self._status.record_version(version, metrics)
+        return version == self._config.learner.max_versions
+
+    def let_go(self, peer: bytes) -> None:
+        """The rank said Bye."""
+        self.ranks = {rank: p for rank, p in self.ranks.items() if p != peer}
+        self._mailbox.forget(peer)
+
+    async def stop_all(self, error: str) -> None:
+        """Best effort: a rank that is gone cannot be told."""
+        for peer in self.ranks.values():
+            try:
+                await self._mailbox.send(peer, Stop(error))
+            except PeerLost:
+                self._status.counts["sends_failed"] += 1
+
+    def _mask(self, index: int, group: TrajectoryGroup) -> MaskedGroup:
+        return mask_group(
+            group,
+            batch_index=index,
+            max_staleness=self._config.max_staleness,
+            over_age=self._ledger.over_age,
+        )
+
+    async def _send_batch(self, index: int, masked: list[MaskedGroup]) -> None:
+        groups = [m.group for m in masked]
+        plan = plan_batch(
+            index,
+            groups,
+            num_ranks=self._config.learner.num_ranks,
+            max_tokens=self._config.learner.max_tokens_per_microbatch,
+        )
+        self._formed[index] = batch_metrics(plan, masked), groups
+        for rank, peer in self.ranks.items():
+            mine = [groups[p] for microbatch in plan.microbatches[rank] for p in microbatch]
+            await self._mailbox.send(peer, Batch(plan, rank, [group_fields(g) for g in mine]), groups=mine)
+
+
+def _mean_generation_s(groups: list[TrajectoryGroup]) -> float:
+    spans = [span for group in groups for span in group.spans if span.name == "generate"]
+    return sum(span.end_s - span.start_s for span in spans) / len(spans) if spans else 0.0

@@ -1,0 +1,189 @@
+"""The coordinator's side towards the rollout servers: taking them in, leasing, offering versions, giving up."""
+
+from __future__ import annotations
+
+import time
+
+from asyncrl.config import Config
+from asyncrl.config_file import shared_digest
+from asyncrl.coordinator.ledger import LeaseRecord, Ledger, Verdict
+from asyncrl.coordinator.mailbox import Mailbox
+from asyncrl.coordinator.order import place, request_seed
+from asyncrl.coordinator.servers import Servers, ServerState
+from asyncrl.coordinator.status import RunStatus
+from asyncrl.envs.dataset import Dataset
+from asyncrl.errors import PeerLost, WireError
+from asyncrl.run_directory import RunDirectory
+from asyncrl.stream.codec import Received
+from asyncrl.stream.messages import (
+    Acknowledged,
+    AnyMessage,
+    GroupFinished,
+    Heartbeat,
+    Lease,
+    ServerHello,
+    ServerWelcome,
+    Stop,
+    VersionCommitted,
+    WeightsOffer,
+)
+from asyncrl.types import Int32, TrajectoryGroup
+
+MAX_REFUSED_IN_A_ROW = 5
+
+
+class ServerSide:
+    """Owns the registry of servers. The coordinator hands it their messages, and the clock."""
+
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset,
+        mailbox: Mailbox,
+        ledger: Ledger,
+        status: RunStatus,
+        directory: RunDirectory,
+    ) -> None:
+        self.servers = Servers(config.timeouts)
+        self.num_new_tokens = 0
+        """Completion tokens accepted since the learner's last step."""
+        self._config = config
+        self._dataset = dataset
+        self._mailbox = mailbox
+        self._ledger = ledger
+        self._status = status
+        self._directory = directory
+        self._offer: WeightsOffer | None = None
+
+    async def take_in(self, peer: bytes, hello: ServerHello) -> None:
+        """Welcomes a server and offers it the newest version; refuses one with another configuration."""
+        digest = shared_digest(self._config)
+        if hello.config_digest != digest:
+            self._status.counts["servers_refused"] += 1
+            await self._mailbox.send(
+                peer,
+                Stop(
+                    f"the rollout server's configuration (digest {hello.config_digest}) differs from the "
+                    f"learner's ({digest}); start both with the same file and overrides"
+                ),
+            )
+            return
+        self._status.counts["servers_joined"] += 1
+        server = self.servers.join(peer, hello, time.monotonic())
+        await self._send(server, ServerWelcome())
+        if self._offer is not None:
+            await self._send(server, self._offer)
+
+    async def take(self, server: ServerState, received: Received) -> None:
+        """Handles one message of a server that was taken in."""
+        match received.body:
+            case Heartbeat() as heartbeat:
+                self.servers.heartbeat(server.peer, heartbeat, time.monotonic())
+                self._find_missing_leases(server, heartbeat)
+            case GroupFinished():
+                await self._take_group(server, received.groups[0])
+            case VersionCommitted() as committed:
+                server.version = committed.version
+                self._directory.append_spans(server.name, committed.spans)
+                self._status.record_commit(committed.version, committed.spans)
+            case body:
+                raise WireError(f"{server.name} sent {type(body).__name__}, which is not for it to send")
+
+    async def offer(self, offer: WeightsOffer) -> None:
+        """Offers a finished version to every server; those that join later get it with their welcome."""
+        self._offer = offer
+        for server in self.servers.all():
+            await self._send(server, offer)
+
+    async def lease(self) -> None:
+        """Grants leases while pacing and credits allow, the least busy server first."""
+        while granted := self._next_lease():
+            server, lease = granted
+            self._status.epoch, row = place(self._config.seed, lease.ordinal, len(self._dataset))
+            seeds = [
+                request_seed(self._config.seed, lease.ordinal, sample, lease.redraw)
+                for sample in range(self._config.rollout.group_size)
+            ]
+            kept = self._dataset[row]
+            message = Lease(lease.ordinal, lease.redraw, seeds, kept.row)
+            await self._send(server, message, prompt_ids=kept.token_ids)
+
+    def _next_lease(self) -> tuple[ServerState, LeaseRecord] | None:
+        for server in self.servers.next_to_lease():
+            assert server.version is not None
+            if lease := self._ledger.grant(server.peer, server.version):
+                self._count_leases(server)
+                return server, lease
+        return None
+
+    async def refuse(self, peer: bytes, error: WireError) -> None:
+        """Counts a message that breaks the schema; a server that keeps sending them is given up."""
+        self._status.counts["messages_refused"] += 1
+        self._status.note(f"refused a message: {error}")
+        if peer in self.servers:
+            server = self.servers[peer]
+            server.num_refused += 1
+            if server.num_refused >= MAX_REFUSED_IN_A_ROW:
+                await self.give_up(server, f"{server.num_refused} refused messages in a row: {error}")
+
+    async def give_up(self, server: ServerState, reason: str) -> None:
+        """The server is lost: its leases go to others."""
+        self._status.counts["servers_lost"] += 1
+        lost = self._forget(server)
+        self._status.note(f"lost rollout server {server.name}: {reason}; {len(lost)} groups are leased anew")
+        await self._send(server, Stop(reason))
+        self._mailbox.forget(server.peer)
+
+    def let_go(self, peer: bytes) -> None:
+        """The server said Bye."""
+        server = self.servers[peer]
+        lost = self._forget(server)
+        self._mailbox.forget(peer)
+        self._status.note(f"rollout server {server.name} left; {len(lost)} groups are leased anew")
+
+    async def give_up_the_lost(self, now_s: float) -> None:
+        """Gives up servers that are silent, or whose engine stands still, past their deadlines."""
+        timeouts = self._config.timeouts
+        for server in self.servers.silent(now_s):
+            await self.give_up(server, f"silent for timeouts.heartbeat_s = {timeouts.heartbeat_s:g} s")
+        for server in self.servers.stalled(now_s):
+            await self.give_up(server, f"no engine step for timeouts.lease_s = {timeouts.lease_s:g} s")
+
+    async def stop_all(self, error: str) -> None:
+        for server in self.servers.all():
+            await self._send(server, Stop(error))
+
+    async def _take_group(self, server: ServerState, group: TrajectoryGroup) -> None:
+        verdict = self._ledger.accept(group)
+        self._count_leases(server)
+        await self._send(server, Acknowledged([(group.ordinal, group.redraw)]))
+        if verdict is Verdict.UNKNOWN:
+            raise WireError(f"{server.name} sent group {group.ordinal}, which was never leased")
+        if verdict is Verdict.ACCEPTED:
+            self._directory.append_spans(server.name, group.spans)
+            self.num_new_tokens += sum(len(t) for t in group.trajectories)
+            self._status.counts.update(f"trajectories_{t.status}" for t in group.trajectories)
+
+    def _find_missing_leases(self, server: ServerState, heartbeat: Heartbeat) -> None:
+        """A lease that two heartbeats in a row do not list is lost (one may have crossed it on the way)."""
+        listed = set(heartbeat.leases)
+        for lease in self._ledger.leases_of(server.peer):
+            lease.missed_heartbeats = 0 if lease.ordinal in listed else lease.missed_heartbeats + 1
+            if lease.missed_heartbeats >= 2:
+                self._ledger.lose([lease.ordinal])
+        self._count_leases(server)
+
+    def _count_leases(self, server: ServerState) -> None:
+        server.count_leases(self._ledger.num_leases_of(server.peer), time.monotonic())
+
+    def _forget(self, server: ServerState) -> list[int]:
+        self.servers.leave(server.peer, time.monotonic())
+        return self._ledger.lose_server(server.peer)
+
+    async def _send(self, server: ServerState, body: AnyMessage, prompt_ids: Int32 | None = None) -> None:
+        """A server that takes nothing is left to the next look at the deadlines."""
+        try:
+            await self._mailbox.send(server.peer, body, prompt_ids=prompt_ids)
+        except PeerLost:
+            self._status.counts["sends_failed"] += 1
+            server.last_heard_s = float("-inf")

@@ -1,0 +1,386 @@
+"""The coordinator over real sockets, with scripted peers in place of engine and learner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.config_file import load_config, shared_digest
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.mailbox import Mailbox
+from asyncrl.envs.dataset import Dataset, TokenizedRow
+from asyncrl.errors import PeerLost
+from asyncrl.run_directory import RunDirectory
+from asyncrl.stream.codec import Limits, group_fields
+from asyncrl.stream.connections import Connection
+from asyncrl.stream.envelope import Envelope
+from asyncrl.stream.messages import (
+    Acknowledged,
+    Batch,
+    Bye,
+    Failed,
+    GroupFinished,
+    Heartbeat,
+    Lease,
+    RankHello,
+    RankWelcome,
+    ServerHello,
+    ServerWelcome,
+    StepReport,
+    Stop,
+    VersionAnnounced,
+    VersionCommitted,
+    VersionPublished,
+    VersionRecorded,
+    WeightsOffer,
+)
+from asyncrl.stream.sockets import Listener
+from asyncrl.types import Status, Trajectory, TrajectoryGroup
+
+VOCAB = 50
+DEADLINE_S = 20.0
+
+
+def make_config(tmp_path: Path, *overrides: str) -> Config:
+    return load_config(
+        None,
+        [
+            f"run.dir={tmp_path}",
+            "run.name=test",
+            "rollout.group_size=2",
+            "learner.prompts_per_batch=2",
+            "learner.max_versions=3",
+            "timeouts.heartbeat_s=1.5",
+            *overrides,
+        ],
+    )
+
+
+def make_dataset() -> Dataset:
+    rows = [TokenizedRow({"prompt": str(i), "answer": str(i)}, np.array([i], np.int32), i) for i in range(10)]
+    return Dataset("test", rows, num_rows=10, num_too_long=0)
+
+
+def limits() -> Limits:
+    return Limits(vocab_size=VOCAB, group_size=2, max_prompt_tokens=512, max_completion_tokens=8)
+
+
+@dataclass
+class Run:
+    """A running coordinator and how to reach it."""
+
+    config: Config
+    coordinator: Coordinator
+    address: str
+    task: asyncio.Task[None]
+    path: Path
+
+    @asynccontextmanager
+    async def connect(self, name: str) -> AsyncIterator[Connection]:
+        envelope = Envelope(name, max_message_bytes=1 << 20)
+        async with Connection(self.address, envelope, limits(), heartbeat_s=5.0, connect_s=5.0) as connection:
+            yield connection
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[Run]:
+    directory = RunDirectory.create(config)
+    async with Listener("127.0.0.1", 0, max_message_bytes=1 << 20, heartbeat_s=5.0) as listener:
+        known = limits()
+        known.run, known.incarnation, known.newest_version = "test.1", "abc", -1
+        mailbox = Mailbox(listener, known, max_message_bytes=1 << 20)
+        coordinator = Coordinator(config, make_dataset(), mailbox, directory)
+        task = asyncio.ensure_future(coordinator.run())
+        try:
+            yield Run(config, coordinator, listener.address, task, directory.path)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            directory.close()
+
+
+def answer(lease: Lease, prompt_ids: np.ndarray, version: int, reward: float | None = 1.0) -> TrajectoryGroup:
+    def one(length: int) -> Trajectory:
+        return Trajectory(
+            np.ones(length, np.int32),
+            np.ones(length, np.uint8),
+            np.full(length, -0.5, np.float32),
+            np.full(length, version, np.int32),
+            reward,
+            Status.SCORED if reward is not None else Status.REWARD_FAILED,
+            "stop",
+        )
+
+    return TrajectoryGroup(lease.ordinal, lease.redraw, prompt_ids, [one(2), one(3)])
+
+
+async def say_hello(connection: Connection, hello: ServerHello | RankHello) -> None:
+    """The welcome tells a peer the run and the incarnation, which everything it sends later must carry."""
+    await connection.send(hello)
+    assert isinstance((await connection.recv()).body, ServerWelcome | RankWelcome)
+
+
+async def serve(
+    run: Run,
+    name: str = "server",
+    *,
+    reward: Callable[[int], float | None] = lambda ordinal: 1.0,
+    leases_before_silence: int | None = None,
+) -> list[int]:
+    """A scripted rollout server: commits every offer, answers every lease. Returns the ordinals leased."""
+    ordinals: list[int] = []
+    async with run.connect(name) as connection:
+        await say_hello(connection, ServerHello(shared_digest(run.config), "host", 1, 4, 1 << 20))
+        version = -1
+
+        async def beat() -> None:
+            while True:
+                await connection.send(Heartbeat([], len(ordinals), "idle"))
+                await asyncio.sleep(0.3)
+
+        heart = asyncio.ensure_future(beat())
+        try:
+            while True:
+                received = await connection.recv()
+                match received.body:
+                    case WeightsOffer() as offer:
+                        version = offer.version
+                        await connection.send(VersionCommitted(version))
+                    case Lease() as lease:
+                        ordinals.append(lease.ordinal)
+                        if leases_before_silence is not None and len(ordinals) >= leases_before_silence:
+                            heart.cancel()
+                            await asyncio.sleep(DEADLINE_S)
+                        assert received.prompt_ids is not None
+                        group = answer(lease, received.prompt_ids, version, reward(lease.ordinal))
+                        await connection.send(GroupFinished(group_fields(group)), groups=[group])
+                    case Stop(""):
+                        await connection.send(Bye())
+                        return ordinals
+                    case Stop(error):
+                        raise PeerLost(error)
+                    case _:
+                        pass
+        finally:
+            heart.cancel()
+
+
+async def learn(run: Run, *, batches: list[Batch] | None = None, fail_at: int | None = None) -> None:
+    """A scripted learner rank 0 that publishes every version but trains nothing."""
+    async with run.connect("learner-0") as connection:
+        waiting: list[Batch] = []
+
+        async def wait_for(kind: type) -> object:
+            if kind is Batch and waiting:
+                return waiting.pop(0)
+            while True:
+                body = (await connection.recv()).body
+                if isinstance(body, kind):
+                    return body
+                if isinstance(body, Batch):
+                    waiting.append(body)
+                if isinstance(body, Stop) and body.error:
+                    raise PeerLost(body.error)
+
+        async def publish(version: int) -> None:
+            await connection.send(VersionAnnounced(version))
+            await wait_for(VersionRecorded)
+            await connection.send(VersionPublished(version, "/nowhere", b"{}"))
+
+        await say_hello(connection, RankHello(shared_digest(run.config), 0, 1, "host", 2))
+        await publish(0)
+        for index in range(run.config.learner.max_versions):
+            batch = await wait_for(Batch)
+            assert isinstance(batch, Batch)
+            if batches is not None:
+                batches.append(batch)
+            if fail_at == index:
+                await connection.send(Failed("the gradient of layer 3 is NaN", "Traceback: ..."))
+                return
+            if index + 1 < run.config.learner.max_versions:
+                await publish(index + 1)
+            timing = {"timing_s/wait": 0.0, "timing_s/update_actor": 0.0, "timing_s/update_weights": 0.0}
+            await connection.send(StepReport(index, timing))
+        await wait_for(Stop)
+        await connection.send(Bye())
+
+
+def metrics_of(run: Run) -> list[dict[str, float]]:
+    import json
+
+    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_every_version_and_lets_everyone_go(tmp_path: Path):
+    async def scenario() -> None:
+        async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
+            batches: list[Batch] = []
+            server = asyncio.ensure_future(serve(run))
+            await learn(run, batches=batches)
+            ordinals = await server
+            await run.task
+            assert [b.plan.index for b in batches] == [0, 1, 2]
+            trained = [o for b in batches for o in b.plan.ordinals]
+            assert trained == sorted(set(trained))
+            assert set(trained) <= set(ordinals)
+            lines = metrics_of(run)
+            assert [m["training/policy_version"] for m in lines] == [1, 2, 3]
+            assert all(m["critic/score/mean"] == 1.0 for m in lines)
+            assert all(m["staleness/max"] <= 2 for m in lines)
+            assert len(list((run.path / "trajectories").iterdir())) == 3
+
+    asyncio.run(scenario())
+
+
+def test_staleness_0_leases_nothing_before_the_version_is_committed(tmp_path: Path):
+    # Mutation: pacing by the learner's version instead of the server's committed one.
+    async def scenario() -> None:
+        config = make_config(tmp_path, "max_staleness=0")
+        async with running(config) as run, asyncio.timeout(DEADLINE_S):
+            batches: list[Batch] = []
+            server = asyncio.ensure_future(serve(run))
+            await learn(run, batches=batches)
+            await server
+            await run.task
+            assert [b.plan.ordinals for b in batches] == [[0, 1], [2, 3], [4, 5]]
+            assert [m["staleness/max"] for m in metrics_of(run)] == [0, 0, 0]
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_server_loses_its_leases_to_another_and_every_prompt_trains_once(tmp_path: Path):
+    async def scenario() -> None:
+        config = make_config(tmp_path, "max_staleness=0")
+        async with running(config) as run, asyncio.timeout(DEADLINE_S):
+            batches: list[Batch] = []
+            learner = asyncio.ensure_future(learn(run, batches=batches))
+            silent = asyncio.ensure_future(serve(run, "silent", leases_before_silence=1))
+            await asyncio.sleep(0.5)
+            server = asyncio.ensure_future(serve(run, "healthy"))
+            await learner
+            await server
+            silent.cancel()
+            await asyncio.gather(silent, return_exceptions=True)
+            await run.task
+            assert [b.plan.ordinals for b in batches] == [[0, 1], [2, 3], [4, 5]]
+            assert metrics_of(run)[-1]["counts/servers_lost"] == 1
+            assert "silent" in run.coordinator.status.notes[0]
+
+    asyncio.run(scenario())
+
+
+def test_groups_without_a_reward_are_replaced_and_counted(tmp_path: Path):
+    # Mutation: a failed reward trained as 0.
+    async def scenario() -> None:
+        config = make_config(tmp_path, "max_staleness=0")
+        async with running(config) as run, asyncio.timeout(DEADLINE_S):
+            batches: list[Batch] = []
+            server = asyncio.ensure_future(serve(run, reward=lambda o: None if o in (1, 4) else 1.0))
+            await learn(run, batches=batches)
+            await server
+            await run.task
+            assert [b.plan.ordinals for b in batches] == [[0, 2], [3, 5], [6, 7]]
+            last = metrics_of(run)[-1]
+            assert last["counts/groups_untrainable"] == 2
+            assert last["counts/trajectories_reward_failed"] == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_peer_ends_the_run_with_its_own_words_and_stops_the_others(tmp_path: Path):
+    async def scenario() -> None:
+        async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
+            server = asyncio.ensure_future(serve(run))
+            await learn(run, fail_at=1)
+            with pytest.raises(PeerLost, match=r"learner-0 failed: the gradient of layer 3 is NaN"):
+                await run.task
+            with pytest.raises(PeerLost, match="the gradient of layer 3 is NaN"):
+                await server
+
+    asyncio.run(scenario())
+
+
+def test_a_server_with_another_configuration_is_refused_with_both_digests(tmp_path: Path):
+    async def scenario() -> None:
+        async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
+            async with run.connect("stranger") as connection:
+                await connection.send(ServerHello("0000", "host", 1, 4, 1 << 20))
+                body = (await connection.recv()).body
+            assert isinstance(body, Stop)
+            assert "0000" in body.error
+            assert shared_digest(run.config) in body.error
+
+    asyncio.run(scenario())
+
+
+def test_a_token_from_the_future_is_refused_counted_and_its_sender_named(tmp_path: Path):
+    async def scenario() -> None:
+        async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
+            learner = asyncio.ensure_future(learn(run))
+            async with run.connect("liar") as connection:
+                await say_hello(connection, ServerHello(shared_digest(run.config), "host", 1, 1, 1 << 20))
+                sent = 0
+                while sent < 1:
+                    received = await connection.recv()
+                    if isinstance(received.body, WeightsOffer):
+                        await connection.send(VersionCommitted(0))
+                    if isinstance(received.body, Lease):
+                        assert received.prompt_ids is not None
+                        group = answer(received.body, received.prompt_ids, version=9)
+                        await connection.send(GroupFinished(group_fields(group)), groups=[group])
+                        sent += 1
+                while not run.coordinator.status.counts["messages_refused"]:
+                    await asyncio.sleep(0.01)
+            assert "liar" in run.coordinator.status.notes[0]
+            assert "9" in run.coordinator.status.notes[0]
+            learner.cancel()
+            await asyncio.gather(learner, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_run_without_servers_says_how_to_start_one(tmp_path: Path):
+    async def scenario() -> None:
+        config = make_config(tmp_path, "timeouts.engine_start_s=1")
+        async with running(config) as run, asyncio.timeout(DEADLINE_S):
+            learner = asyncio.ensure_future(learn(run))
+            with pytest.raises(PeerLost, match=rf"rollout-server CONFIG --connect {run.address}"):
+                await run.task
+            await asyncio.gather(learner, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_an_acknowledged_group_is_acknowledged_again_when_it_is_sent_twice(tmp_path: Path):
+    async def scenario() -> None:
+        async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
+            learner = asyncio.ensure_future(learn(run))
+            async with run.connect("server") as connection:
+                await say_hello(connection, ServerHello(shared_digest(run.config), "host", 1, 1, 1 << 20))
+                acknowledged: list[tuple[int, int]] = []
+                while len(acknowledged) < 2:
+                    received = await connection.recv()
+                    match received.body:
+                        case WeightsOffer():
+                            await connection.send(VersionCommitted(0))
+                        case Lease(0) as lease:
+                            assert received.prompt_ids is not None
+                            group = answer(lease, received.prompt_ids, version=0)
+                            for _ in range(2):
+                                await connection.send(GroupFinished(group_fields(group)), groups=[group])
+                        case Acknowledged(groups):
+                            acknowledged += groups
+                        case _:
+                            pass
+            assert acknowledged == [(0, 0), (0, 0)]
+            learner.cancel()
+            await asyncio.gather(learner, return_exceptions=True)
+
+    asyncio.run(scenario())

@@ -1,0 +1,93 @@
+"""One rollout of SingleTurnEnv with an engine and a reward made of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.envs.env import RewardOutcome, SingleTurnEnv
+from asyncrl.models.tiny import EOS_ID, build_tokenizer
+from asyncrl.types import Float32, Int32, Prompt, Status, Trajectory
+
+
+@dataclass(frozen=True)
+class Sampled:
+    token_ids: Int32
+    logprobs: Float32
+    policy_versions: Int32
+    finish_reason: str
+
+
+def rollout(sampled: Sampled, outcome: RewardOutcome, seen: list[Any], tokenizer: Any = None) -> Trajectory:
+    async def generate(context: Int32) -> Sampled:
+        seen.append(context.tolist())
+        return sampled
+
+    async def score(completion: str, row: dict[str, Any]) -> RewardOutcome:
+        seen.append((completion, row))
+        return outcome
+
+    prompt = Prompt(4, 0, 9, np.array([5, 6], np.int32), {"answer": "ba"})
+    return asyncio.run(SingleTurnEnv(tokenizer or build_tokenizer()).rollout(prompt, generate, score))
+
+
+def sampled(ids: list[int], finish_reason: str) -> Sampled:
+    logprobs = np.linspace(-1, -0.1, len(ids), dtype=np.float32)
+    return Sampled(np.array(ids, np.int32), logprobs, np.arange(len(ids), dtype=np.int32), finish_reason)
+
+
+def test_a_scored_rollout_keeps_the_ids_and_trains_on_all_of_them_with_eos() -> None:
+    # Catches: EOS stripped from the record, or masked; special tokens shown to the reward.
+    seen: list[Any] = []
+    completion = sampled([*build_tokenizer().encode("ba"), EOS_ID], "stop")
+    trajectory = rollout(completion, RewardOutcome(1.0, Status.SCORED), seen)
+    assert seen == [[5, 6], ("ba", {"answer": "ba"})]
+    assert trajectory.token_ids.tolist() == completion.token_ids.tolist()
+    assert trajectory.rollout_logprobs.tolist() == completion.logprobs.tolist()
+    assert trajectory.policy_versions.tolist() == [0, 1, 2]
+    assert trajectory.loss_mask.tolist() == [1, 1, 1]
+    assert trajectory.loss_mask.dtype == np.uint8
+    assert (trajectory.reward, trajectory.status, trajectory.finish_reason) == (1.0, "scored", "stop")
+    assert trajectory.text == "ba"
+
+
+@pytest.mark.parametrize("status", [Status.REWARD_FAILED, Status.REWARD_TIMEOUT])
+def test_a_rollout_whose_reward_failed_has_no_reward(status: Status) -> None:
+    trajectory = rollout(sampled([7], "length"), RewardOutcome(None, status, "why"), [])
+    assert (trajectory.reward, trajectory.status, trajectory.finish_reason) == (None, status, "length")
+
+
+def test_an_aborted_completion_is_never_scored() -> None:
+    seen: list[Any] = []
+    trajectory = rollout(sampled([], "abort"), RewardOutcome(1.0, Status.SCORED), seen)
+    assert seen == [[5, 6]]
+    assert (trajectory.reward, trajectory.status, len(trajectory)) == (None, Status.ABORTED, 0)
+
+
+def test_ids_that_would_encode_differently_stay_as_sampled() -> None:
+    # Catches: re-encoding the decoded text, which merges [2, 3] into [4].
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(vocab={"a": 2, "b": 3, "ab": 4}, merges=[("a", "b")]))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert tokenizer.encode("ab") == [4]
+    trajectory = rollout(sampled([2, 3], "length"), RewardOutcome(0.0, Status.SCORED), [], tokenizer)
+    assert (trajectory.text, trajectory.token_ids.tolist()) == ("ab", [2, 3])
+
+
+def test_the_engines_error_is_passed_on() -> None:
+    async def generate(context: Int32) -> Sampled:
+        raise RuntimeError("engine died")
+
+    async def score(completion: str, row: dict[str, Any]) -> RewardOutcome:
+        raise AssertionError("scored")
+
+    prompt = Prompt(0, 0, 0, np.array([5], np.int32), {})
+    with pytest.raises(RuntimeError, match="engine died"):
+        asyncio.run(SingleTurnEnv(build_tokenizer()).rollout(prompt, generate, score))

@@ -1,0 +1,56 @@
+"""One rank of the tests in test_ranks.py: python rank_program.py RANK NUM_RANKS FOLDER SCENARIO.
+
+Scenarios: `train` updates once and writes gradients, weights and metrics; `disagree` gives rank 1 another plan;
+`export` updates once and exports.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from learner_cases import record_gradients, sgd_config, shard_of, uneven_groups
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+
+from asyncrl.errors import LearnerError
+from asyncrl.learner.update import PolicyLearner
+
+MICROBATCHES = {1: [[[0, 1, 2, 3, 4]]], 2: [[[4, 1], [], [0]], [[2], [3], []]]}
+
+
+def main(rank: int, num_ranks: int, folder: Path, scenario: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=60),
+    )
+    learner = PolicyLearner(folder.parent / "model", sgd_config(), mesh=init_device_mesh("cpu", (num_ranks,)))
+    index = 5 if scenario == "disagree" and rank == 1 else 4
+    shard = shard_of(uneven_groups(), MICROBATCHES[num_ranks], rank, index)
+    gradients = record_gradients(learner)
+    report: dict[str, object] = {}
+    try:
+        report["metrics"] = learner.update(shard)
+    except LearnerError as error:
+        report["error"] = str(error)
+    shards = {s.name: s for s in learner.named_shards()}
+    report["row_offsets"] = {name: s.row_offset for name, s in shards.items()}
+    save_file(gradients, folder / f"gradients{rank}.safetensors")
+    save_file({name: s.rows.contiguous() for name, s in shards.items()}, folder / f"weights{rank}.safetensors")
+    (folder / f"report{rank}.json").write_text(json.dumps(report))
+    if scenario == "export":
+        learner.export(folder / "exported")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

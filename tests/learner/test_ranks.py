@@ -1,0 +1,81 @@
+"""Two real gloo ranks against one: the same gradients, the same weights, agreement before any FSDP collective."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from learner_cases import assert_gradients_close, plain_rows, uneven_groups, write_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+PROGRAM = Path(__file__).with_name("rank_program.py")
+DEADLINE_S = 180
+
+
+def run_ranks(folder: Path, num_ranks: int, scenario: str) -> list[dict]:
+    """Runs the ranks as processes and returns their reports; none of them outlives this call."""
+    folder.mkdir()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(rank), str(num_ranks), str(folder), scenario],
+            env=environment,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=DEADLINE_S)
+            assert rank.returncode == 0, errors.decode()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [json.loads((folder / f"report{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def whole(folder: Path, what: str, num_ranks: int) -> dict[str, torch.Tensor]:
+    """Full tensors from the ranks' rows, end to end."""
+    shards = [load_file(folder / f"{what}{rank}.safetensors") for rank in range(num_ranks)]
+    return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+
+
+# Mutations caught: gradients averaged instead of summed over ranks (half as large); each rank dividing by its own
+# token count; advantages from the rank's own groups; an empty microbatch skipped (the ranks hang).
+@pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False)])
+def test_two_ranks_take_the_step_of_one(tmp_path, kind, tied):
+    path = write_model(tmp_path / "model", kind, tied)
+    [one] = run_ranks(tmp_path / "one", 1, "train")
+    two = run_ranks(tmp_path / "two", 2, "export")
+    expected = whole(tmp_path / "one", "gradients", 1)
+    assert_gradients_close(expected, plain_rows(path, uneven_groups(), temperature=0.7)[1])
+    assert_gradients_close(whole(tmp_path / "two", "gradients", 2), expected)
+    one_weights, two_weights = whole(tmp_path / "one", "weights", 1), whole(tmp_path / "two", "weights", 2)
+    for name, tensor in one_weights.items():
+        torch.testing.assert_close(two_weights[name], tensor, rtol=1e-5, atol=1e-6)
+    assert two[0]["metrics"] == two[1]["metrics"]
+    for name, value in one["metrics"].items():
+        assert two[0]["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+    assert two[0]["row_offsets"]["model.embed_tokens.weight"] == 0
+    assert two[1]["row_offsets"]["model.embed_tokens.weight"] == 34  # ceil(67 / 2)
+
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "exported")
+    for name, parameter in reloaded.named_parameters():
+        assert torch.equal(parameter, two_weights[name]), name
+
+
+def test_ranks_with_different_plans_stop_and_name_both(tmp_path):
+    # Mutation caught: entering the forward pass without agreement (the ranks would mix two batches).
+    write_model(tmp_path / "model", "llama", tied=True)
+    reports = run_ranks(tmp_path / "ranks", 2, "disagree")
+    for report, own in zip(reports, (4, 5), strict=True):
+        assert "different plans: batch 4 and 5" in report["error"]
+        assert f"this rank has batch {own}" in report["error"]
