@@ -285,7 +285,7 @@ class TimeoutsConfig(Table):
     """The run ends with an error when no batch is trained for so long."""
     sync_s: Seconds = 300.0
     """A server must have applied a version it began."""
-    heartbeat_s: Seconds = 10.0
+    heartbeat_s: Seconds = 30.0
     """A peer that is silent for so long is lost; heartbeats are sent three times as often."""
     reward_s: Seconds = 10.0
     """One reward; its process is killed after it."""

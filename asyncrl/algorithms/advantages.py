@@ -28,7 +28,7 @@ def group_advantages(
         centred = centred / (variance.sqrt() + std_epsilon)[group]
     lowest = zeros.scatter_reduce(0, group, reward, "amin", include_self=False)
     highest = zeros.scatter_reduce(0, group, reward, "amax", include_self=False)
-    informative = ((count >= 2) & (lowest < highest))[group]
+    informative = (lowest < highest)[group]  # implies at least two
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
     advantages[scored] = torch.where(informative, centred, 0.0)
     return advantages.float()

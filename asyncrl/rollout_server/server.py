@@ -180,7 +180,12 @@ class RolloutServer:
             async with asyncio.timeout(self._config.timeouts.sync_s):
                 await self._engine.pause()
                 apply_s = time.monotonic()
-                await self._engine.apply(staged, manifest)
+                try:
+                    await self._engine.apply(staged, manifest)
+                except SnapshotGone:
+                    if self._engine.version is not None:
+                        await self._engine.resume()  # nothing was changed: the old version goes on
+                    raise
                 applied_s = time.monotonic()
                 await self._engine.resume()
         except TimeoutError:

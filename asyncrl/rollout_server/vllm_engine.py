@@ -24,8 +24,9 @@ from asyncrl.rollout_server.vllm_process import (
     Counters,
     end_processes,
     engine_args,
-    engine_processes,
+    engine_core_ids,
     set_environment,
+    with_descendants,
 )
 from asyncrl.rollout_server.vllm_request import completion, sampling_params
 from asyncrl.weight_sync.manifest import Manifest
@@ -82,12 +83,13 @@ class VllmEngine:
     async def start(self) -> None:
         """Starts vLLM's processes. Raises EngineError when they are not up after `start_timeout_s`."""
         set_environment(self._device, self._rollout.tensor_parallel_size)
+        others = engine_core_ids()
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 self._llm = await asyncio.to_thread(self._make_llm)
         except TimeoutError as error:
-            for process in engine_processes():
-                process.kill()  # the thread that waits for them then ends too
+            # The thread that waits for them then ends too.
+            end_processes(with_descendants(engine_core_ids() - others), timeout_s=0)
             raise EngineError(
                 f"vLLM was not up after {self._start_timeout_s} s (timeouts.engine_start_s); see its log"
             ) from error
@@ -95,7 +97,7 @@ class VllmEngine:
             raise
         except Exception as error:
             raise EngineError(f"vLLM did not start with {self._model_path}: {error}; see its log") from error
-        self._processes = engine_processes()
+        self._processes = with_descendants(engine_core_ids() - others)
         self._llm._run_output_handler()
         self._max_concurrent_requests = self._capacity(self._llm)
         self._slots = asyncio.Semaphore(self._max_concurrent_requests)
@@ -280,7 +282,7 @@ class VllmEngine:
             del llm
             gc.collect()  # or its __del__ runs when the interpreter has lost its modules, and prints an error
         processes, self._processes = self._processes, []
-        await asyncio.to_thread(end_processes, processes, self._shutdown_timeout_s)
+        await asyncio.to_thread(end_processes, processes, timeout_s=2.0)
 
     def _started(self) -> AsyncLLM:
         if self._llm is None:

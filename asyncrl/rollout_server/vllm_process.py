@@ -13,6 +13,9 @@ from asyncrl.config import RolloutConfig
 from asyncrl.errors import ConfigError
 from asyncrl.rollout_server.engine import EngineStatistics
 
+MAX_BATCHED_TOKENS_CPU = 4096
+"""Tokens of one engine step on a CPU, where a prompt must fit into one."""
+
 
 class Counters:
     """What vLLM's engine reports after each step: a stat logger, in vLLM's words."""
@@ -53,7 +56,7 @@ def engine_args(
     model_path: str, rollout: RolloutConfig, device: str, dtype: str, max_model_len: int
 ) -> dict[str, Any]:
     """AsyncEngineArgs' fields. Raises ConfigError when rollout.engine_args names one that is not free."""
-    fixed = {
+    fixed: dict[str, Any] = {
         "model": model_path,
         "dtype": dtype,
         "max_model_len": max_model_len,
@@ -62,6 +65,13 @@ def engine_args(
         "enable_prefix_caching": True,
         "stream_interval": max_model_len + 1,  # the first token and the end, nothing in between
     }
+    if device == "cpu":
+        # A seeded request whose prefill is split over two steps kills the worker there (its generator is wound
+        # back, and "CPU Generator does not use offset"): so prompts are prefilled whole or not yet.
+        fixed |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(MAX_BATCHED_TOKENS_CPU, max_model_len),
+        }
     if taken := sorted({*fixed, "weight_transfer_config"} & rollout.engine_args.keys()):
         raise ConfigError(
             f"rollout.engine_args.{taken[0]}: asyncrl sets it and relies on its value; remove it"
@@ -106,14 +116,19 @@ def core_lists(cores: set[int], num_workers: int) -> str:
     )
 
 
-def engine_processes() -> list[psutil.Process]:
-    """vLLM's engine core and workers, as far as this process is their ancestor."""
+def engine_core_ids() -> set[int]:
+    """Process ids of the engine cores that this process has started."""
+    children = multiprocessing.active_children()
+    return {child.pid for child in children if child.name.startswith("EngineCore") and child.pid is not None}
+
+
+def with_descendants(core_ids: set[int]) -> list[psutil.Process]:
+    """The engine cores and their workers."""
     found: list[psutil.Process] = []
-    for child in multiprocessing.active_children():
-        if child.name.startswith("EngineCore") and child.pid is not None:
-            with suppress(psutil.NoSuchProcess):
-                core = psutil.Process(child.pid)
-                found += [core, *core.children(recursive=True)]
+    for core_id in core_ids:
+        with suppress(psutil.NoSuchProcess):
+            core = psutil.Process(core_id)
+            found += [core, *core.children(recursive=True)]
     return found
 
 

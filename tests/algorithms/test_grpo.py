@@ -25,7 +25,9 @@ def advantages(rewards, group_index=None, scale="std"):
     return recipe.advantages(torch.tensor(rewards, dtype=torch.float64), index).tolist()
 
 
-@pytest.mark.parametrize("rewards", [[1.0] * 4, [0.0] * 4, [0.1] * 7, [float(torch.tensor(0.1))] * 7, [1e-300] * 3])
+@pytest.mark.parametrize(
+    "rewards", [[1.0] * 4, [0.0] * 4, [0.1] * 7, [float(torch.tensor(0.1))] * 7, [1e-300] * 3]
+)
 def test_equal_rewards_give_exactly_zero(rewards):
     # Mutation caught: no test for equality. 0.1 * 7 / 7 is not 0.1, and dividing by a tiny deviation shows it.
     assert advantages(rewards) == [0.0] * len(rewards)
@@ -61,7 +63,9 @@ def test_groups_are_told_apart_by_index_and_not_by_position():
 @settings(deadline=None, max_examples=60)
 @given(
     groups=st.lists(
-        st.lists(st.floats(-100, 100, width=32) | st.just(UNSCORED), min_size=1, max_size=6), min_size=1, max_size=5
+        st.lists(st.floats(-100, 100, width=32) | st.just(UNSCORED), min_size=1, max_size=6),
+        min_size=1,
+        max_size=5,
     ),
     data=st.data(),
 )
@@ -185,6 +189,9 @@ def test_sums_do_not_depend_on_how_tokens_are_split():
 def test_group_advantages_keep_their_precision_far_from_zero():
     # Mutation caught: float32 statistics (1e8 + 1 is 1e8 there).
     found = group_advantages(
-        torch.tensor([1e8, 1e8 + 1], dtype=torch.float64), torch.tensor([0, 0]), divide_by_std=False, std_epsilon=0.0
+        torch.tensor([1e8, 1e8 + 1], dtype=torch.float64),
+        torch.tensor([0, 0]),
+        divide_by_std=False,
+        std_epsilon=0.0,
     )
     assert found.tolist() == [-0.5, 0.5]

@@ -320,26 +320,32 @@ def test_a_server_with_another_configuration_is_refused_with_both_digests(tmp_pa
     asyncio.run(scenario())
 
 
-def test_a_token_from_the_future_is_refused_counted_and_its_sender_named(tmp_path: Path):
+def test_a_server_that_keeps_sending_tokens_from_the_future_is_counted_named_and_given_up(tmp_path: Path):
     async def scenario() -> None:
         async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
             learner = asyncio.ensure_future(learn(run))
             async with run.connect("liar") as connection:
                 await say_hello(connection, ServerHello(shared_digest(run.config), "host", 1, 1, 1 << 20))
-                sent = 0
-                while sent < 1:
+                error = ""
+                while not error:
                     received = await connection.recv()
-                    if isinstance(received.body, WeightsOffer):
-                        await connection.send(VersionCommitted(0))
-                    if isinstance(received.body, Lease):
-                        assert received.prompt_ids is not None
-                        group = answer(received.body, received.prompt_ids, version=9)
-                        await connection.send(GroupFinished(group_fields(group)), groups=[group])
-                        sent += 1
-                while not run.coordinator.status.counts["messages_refused"]:
-                    await asyncio.sleep(0.01)
-            assert "liar" in run.coordinator.status.notes[0]
-            assert "9" in run.coordinator.status.notes[0]
+                    match received.body:
+                        case WeightsOffer():
+                            await connection.send(VersionCommitted(0))
+                        case Lease() as lease:
+                            assert received.prompt_ids is not None
+                            group = answer(lease, received.prompt_ids, version=9)
+                            for _ in range(5):
+                                await connection.send(GroupFinished(group_fields(group)), groups=[group])
+                        case Stop(error):
+                            assert "5 refused messages in a row" in error
+                        case _:
+                            pass
+            status = run.coordinator.status
+            assert status.counts["messages_refused"] == 5
+            assert status.counts["servers_lost"] == 1
+            assert "liar" in status.notes[0]
+            assert "9" in status.notes[0]
             learner.cancel()
             await asyncio.gather(learner, return_exceptions=True)
 

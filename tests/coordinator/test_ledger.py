@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_batches import group, trajectory
 
 from asyncrl.coordinator.ledger import Consumed, Ledger, Verdict
 from asyncrl.coordinator.staleness import Pacing
-from test_batches import group, trajectory
 
 A, B = b"a", b"b"
 

@@ -33,7 +33,9 @@ def write_model(folder: Path, kind: str, tied: bool, dtype: torch.dtype = torch.
         "initializer_range": 0.15,
     }
     torch.manual_seed(11)
-    model = LlamaForCausalLM(LlamaConfig(**shape)) if kind == "llama" else Qwen2ForCausalLM(Qwen2Config(**shape))
+    model = (
+        LlamaForCausalLM(LlamaConfig(**shape)) if kind == "llama" else Qwen2ForCausalLM(Qwen2Config(**shape))
+    )
     with torch.no_grad():
         for parameter in model.parameters():  # no bias and no norm may be 0 or 1
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
@@ -103,8 +105,14 @@ def plain_rows(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs of the trained tokens, and gradients of GRPO's token mean, one padded row a trajectory, all
     logits, eager attention: no packing, no sharing of prompts, no chunks."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").eval()
-    rows = [(group, t, a) for group in groups for t, a in zip(group.trajectories, hand_advantages(group), strict=True)]
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    rows = [
+        (group, t, a)
+        for group in groups
+        for t, a in zip(group.trajectories, hand_advantages(group), strict=True)
+    ]
     longest = max(len(group.prompt_ids) + len(t) for group, t, _ in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     visible = torch.zeros_like(ids)
@@ -120,13 +128,17 @@ def plain_rows(
         for j in np.flatnonzero(t.loss_mask):
             logprob = logprobs[i, len(group.prompt_ids) + j - 1, int(t.token_ids[j])]
             weight = min(float((logprob.detach() - float(t.rollout_logprobs[j])).exp()), 2.0)
-            loss = loss - logprob * weight * advantage  # the ratio is 1, and its gradient that of the log-prob
+            loss = (
+                loss - logprob * weight * advantage
+            )  # the ratio is 1, and its gradient that of the log-prob
             trained.append(logprob.detach())
     (loss / len(trained)).backward()
     return torch.stack(trained), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_gradients_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-5) -> None:
+def assert_gradients_close(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-5
+) -> None:
     """Relative in the norm of each tensor: GRPO's loss is about 0 whatever happens, its gradient is not."""
     assert set(found) == set(expected)
     for name, gradient in expected.items():

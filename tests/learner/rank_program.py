@@ -44,7 +44,9 @@ def main(rank: int, num_ranks: int, folder: Path, scenario: str) -> None:
     shards = {s.name: s for s in learner.named_shards()}
     report["row_offsets"] = {name: s.row_offset for name, s in shards.items()}
     save_file(gradients, folder / f"gradients{rank}.safetensors")
-    save_file({name: s.rows.contiguous() for name, s in shards.items()}, folder / f"weights{rank}.safetensors")
+    save_file(
+        {name: s.rows.contiguous() for name, s in shards.items()}, folder / f"weights{rank}.safetensors"
+    )
     (folder / f"report{rank}.json").write_text(json.dumps(report))
     if scenario == "export":
         learner.export(folder / "exported")

@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 from asyncrl.errors import LearnerError
 
 
-@pytest.mark.parametrize(("tied", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("tied", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)]
+)
 def test_exported_model_reloads_bitwise(tmp_path, tied, dtype):
     # Mutations caught: exporting the initial weights; a head that is saved twice or not at all; float32 files
     # under a bfloat16 config.
@@ -40,5 +42,8 @@ def test_exported_model_reloads_bitwise(tmp_path, tied, dtype):
 
 def test_an_existing_folder_is_not_overwritten(tmp_path):
     path = write_model(tmp_path / "model", "llama", tied=True)
-    with one_rank(path, sgd_config(), tmp_path / "store") as learner, pytest.raises(LearnerError, match="exists already"):
+    with (
+        one_rank(path, sgd_config(), tmp_path / "store") as learner,
+        pytest.raises(LearnerError, match="exists already"),
+    ):
         learner.export(path)

@@ -58,7 +58,9 @@ def test_temperature_divides_logits_and_not_logprobs():
 
 def test_extreme_logits_stay_finite():
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[3e4], [0.0], [-3e4]])
-    logprobs, entropy = linear_logprobs(hidden, weight, None, torch.tensor([2]), temperature=1.0, chunk_tokens=8)
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, None, torch.tensor([2]), temperature=1.0, chunk_tokens=8
+    )
     assert float(logprobs) == -6e4
     assert float(entropy) == 0.0
 

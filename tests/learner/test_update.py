@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from learner_cases import (
@@ -23,6 +24,7 @@ from asyncrl.config import Config, LearnerConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model import output_head
 from asyncrl.learner.optimizer import learning_rate
+from asyncrl.types import TrajectoryGroup
 
 EVERY_GROUP = [[[0, 1, 2, 3, 4]]]
 
@@ -103,7 +105,9 @@ def test_a_non_finite_gradient_is_an_error_and_moves_no_weight(tmp_path):
     poisoned[2].trajectories[0].rollout_logprobs[1] = math.nan
     with one_rank(path, sgd_config(), tmp_path / "store") as learner:
         before = weights(learner)
-        with pytest.raises(LearnerError, match="version 7 is nan .first in transformer.model.embed_tokens.weight"):
+        with pytest.raises(
+            LearnerError, match=r"version 7 is nan \(first in transformer\.model\.embed_tokens\.weight\)"
+        ):
             learner.update(shard_of(poisoned, EVERY_GROUP, index=7))
         after = weights(learner)
         assert all(torch.equal(after[name], before[name]) for name in before)
@@ -153,7 +157,9 @@ def test_tied_head_is_one_tensor_before_and_after_a_step(tmp_path):
 def test_a_checkpoint_that_unties_the_head_is_refused(tmp_path):
     path = write_model(tmp_path / "model", "llama", tied=False)
     config_file = path / "config.json"
-    config_file.write_text(config_file.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    config_file.write_text(
+        config_file.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true')
+    )
     with (
         pytest.raises(LearnerError, match="loaded as two tensors"),
         one_rank(path, sgd_config(), tmp_path / "store"),
@@ -176,7 +182,9 @@ def test_a_sliding_window_is_refused(tmp_path):
 def test_the_first_of_n_warm_up_steps_uses_an_nth_of_lr():
     # Mutation caught: starting at 0, where the first batch would be trained for nothing.
     config = LearnerConfig(lr=0.8, warmup_versions=4)
-    assert [learning_rate(config, version) for version in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
+    assert [learning_rate(config, version) for version in range(6)] == pytest.approx(
+        [0.2, 0.4, 0.6, 0.8, 0.8, 0.8]
+    )
     assert learning_rate(LearnerConfig(lr=0.8), 0) == 0.8
 
 
@@ -195,10 +203,6 @@ def test_adamw_moves_each_weight_by_the_warm_up_rate_first(tmp_path):
 
 def test_a_single_trajectory_trains_nothing_and_gives_no_nan(tmp_path):
     # A group of one has advantage 0: the step is 0, finite, and counted.
-    import numpy as np
-
-    from asyncrl.types import TrajectoryGroup
-
     path = write_model(tmp_path / "model", "llama", tied=True)
     rng = np.random.default_rng(0)
     group = TrajectoryGroup(0, 0, np.array([1, 2], np.int32), [trajectory(rng, [1, 1], 0.7)])
