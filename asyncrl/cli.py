@@ -11,6 +11,7 @@ Exit codes: 0 done, 1 failed (the cause is the last thing printed), 2 the config
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,10 +50,15 @@ def train(config: ConfigPath = None, overrides: Overrides = None) -> None:
 @app.command()
 def learner(config: ConfigPath = None, overrides: Overrides = None) -> None:
     """Start coordinator and learner ranks; rollout servers connect by themselves."""
+    resolved = load_config(*split_arguments(config, overrides))
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun: this process is one rank of several
+        from asyncrl.launch.torchrun import run_as_torchrun_rank
+
+        run_as_torchrun_rank(resolved)
+        return
     from asyncrl.launch.run import run_until_done
 
-    path = run_until_done(load_config(*split_arguments(config, overrides)), num_servers=0)
-    print(f"done: {path}")
+    print(f"done: {run_until_done(resolved, start=('learner',))}")
 
 
 @app.command("rollout-server")

@@ -100,7 +100,7 @@ class RolloutConfig(Table):
     engine: Literal["vllm"] = "vllm"
     """Inference engine behind the Engine seam."""
     num_servers: Annotated[int, Field(ge=0)] = 1
-    """Servers that `asyncrl train` starts. More may connect, and leave, at any time."""
+    """Servers that `asyncrl train` starts on this node. More may connect, and leave, at any time."""
     tensor_parallel_size: Positive = 1
     """Devices one engine spans."""
     group_size: Positive = 8

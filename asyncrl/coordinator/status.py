@@ -19,10 +19,8 @@ class RunStatus:
     """starting | training | ending"""
     version: int = 0
     epoch: int = 0
-    latest: dict[str, float] = field(default_factory=dict)
-    """Metrics of the newest version."""
-    rewards: list[float] = field(default_factory=list)
-    """critic/score/mean of every version."""
+    recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=100))
+    """Metrics of the newest versions, the newest last."""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=100))
     """What a person should see: lost servers, refused messages."""
     num_notes: int = 0
@@ -45,8 +43,7 @@ class RunStatus:
         self._version_s = time.monotonic()
         self.phase = "training"
         self.version = version
-        self.latest = metrics
-        self.rewards.append(metrics["critic/score/mean"])
+        self.recent.append(metrics)
 
     def record_publish(self, version: int, spans: Sequence[Span]) -> None:
         if version == 0:

@@ -23,7 +23,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """Everything a child needs to know."""
 
     role: str
-    """learner | rollout-server"""
+    """learner | rollout-server | coordinator"""
     rank: int
     config_file: str
     model_path: str
@@ -31,10 +31,12 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """host:port of the coordinator."""
     cores: tuple[int, ...]
     device: str
-    """cpu | cuda"""
+    """cpu | cuda | cuda:N"""
     parent_pid: int
     init_method: str = ""
     """torch.distributed rendezvous of the learner ranks."""
+    report_fd: int = -1
+    """coordinator: where it writes a Meeting as JSON once it listens."""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -62,6 +64,10 @@ def run(spec: ChildSpec) -> None:
         from asyncrl.launch.learner_process import run_rank
 
         run_rank(config, spec)
+    elif spec.role == "coordinator":
+        from asyncrl.launch.torchrun import run_coordinator
+
+        run_coordinator(config, spec.report_fd)
     else:
         from asyncrl.launch.server_process import run_rollout_server
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from typing import TypeVar
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,6 +18,8 @@ from asyncrl.coordinator.status import RunStatus
 
 REFRESH_S = 0.5
 SPARKS = "▁▂▃▄▅▆▇█"
+
+T = TypeVar("T")
 
 
 async def show(status: RunStatus, title: str, console: Console) -> None:
@@ -38,18 +42,22 @@ async def show(status: RunStatus, title: str, console: Console) -> None:
 
 
 def _print_news(status: RunStatus, console: Console, seen_version: int, seen_notes: int) -> tuple[int, int]:
-    for note in list(status.notes)[len(status.notes) - (status.num_notes - seen_notes) :]:
+    for note in _newest(status.notes, status.num_notes - seen_notes):
         console.print(Text(note, style="yellow"), soft_wrap=True)
-    if status.version > seen_version:
-        console.print(Text(line(status)), soft_wrap=True)
+    for metrics in _newest(status.recent, status.version - seen_version):
+        console.print(Text(line(metrics, status.max_versions)), soft_wrap=True)
     return status.version, status.num_notes
 
 
-def line(status: RunStatus) -> str:
-    """The newest version in one line of fixed order."""
-    m = status.latest
+def _newest(values: deque[T], count: int) -> list[T]:
+    return list(values)[max(0, len(values) - count) :]
+
+
+def line(metrics: dict[str, float], max_versions: int) -> str:
+    """One version in one line of fixed order."""
+    m = metrics
     return (
-        f"version {status.version:4d}/{status.max_versions}  reward {m['critic/score/mean']:.3f}  "
+        f"version {m['training/policy_version']:4.0f}/{max_versions}  reward {m['critic/score/mean']:.3f}  "
         f"loss {m.get('actor/pg_loss', 0.0):+.4f}  staleness {m['staleness/mean']:.2f} max "
         f"{m['staleness/max']:.0f}  {m['rollout/tokens_per_s']:.0f} tok/s  step {m['timing_s/step']:.2f} s  "
         f"{who_waits(m)}"
@@ -64,14 +72,15 @@ def who_waits(metrics: dict[str, float]) -> str:
 
 def panel(status: RunStatus, title: str) -> Panel:
     """The live view: progress, reward curve, staleness, speed, who waits for whom, and the last notes."""
-    m = status.latest
     table = Table.grid(padding=(0, 2))
     elapsed_s = time.monotonic() - status.started_s
     table.add_row("phase", f"{status.phase}, {elapsed_s:.0f} s")
     table.add_row("version", f"{status.version} of {status.max_versions}")
     table.add_row("", ProgressBar(total=status.max_versions, completed=status.version, width=40))
-    if m:
-        table.add_row("reward", f"{m['critic/score/mean']:.3f}  {sparkline(status.rewards[-40:])}")
+    if status.recent:
+        m = status.recent[-1]
+        rewards = [metrics["critic/score/mean"] for metrics in status.recent]
+        table.add_row("reward", f"{rewards[-1]:.3f}  {sparkline(rewards[-40:])}")
         table.add_row(
             "staleness",
             f"mean {m['staleness/mean']:.2f}, max {m['staleness/max']:.0f}, "

@@ -18,31 +18,33 @@ from asyncrl.config import Config
 from asyncrl.config_file import shared_digest
 from asyncrl.errors import PeerLost
 from asyncrl.launch.child import ChildSpec
+from asyncrl.launch.prepare import message_limits
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publish import SnapshotPublisher
 from asyncrl.learner.update import PolicyLearner
-from asyncrl.stream.codec import Limits
 from asyncrl.stream.connections import BlockingConnection
 from asyncrl.stream.envelope import Envelope
 from asyncrl.stream.messages import Failed, RankHello, RankWelcome, Stop
 
 
 def run_rank(config: Config, spec: ChildSpec) -> None:
-    """Trains to the end and (rank 0) exports the model into the run directory. Raises the first cause."""
+    """Joins the process group and trains to the end. Raises the first cause."""
+    with process_group(config, spec.rank, spec.device, spec.init_method):
+        serve_rank(config, spec)
+
+
+def serve_rank(config: Config, spec: ChildSpec) -> None:
+    """Trains to the end; the ranks export the model into the run directory. Raises the first cause."""
     envelope = Envelope(f"learner-{spec.rank}", max_message_bytes=config.stream.max_message_bytes)
-    limits = learner_limits(config, Path(spec.model_path))
-    with (
-        process_group(config, spec) as device,
-        BlockingConnection(
-            spec.address,
-            envelope,
-            limits,
-            heartbeat_s=config.timeouts.heartbeat_s,
-            connect_s=config.timeouts.connect_s,
-        ) as connection,
-    ):
+    with BlockingConnection(
+        spec.address,
+        envelope,
+        message_limits(config, Path(spec.model_path)),
+        heartbeat_s=config.timeouts.heartbeat_s,
+        connect_s=config.timeouts.connect_s,
+    ) as connection:
         try:
-            _serve(config, spec, connection, envelope, device)
+            _serve(config, spec, connection, envelope)
         except PeerLost:
             raise
         except Exception as error:
@@ -50,13 +52,8 @@ def run_rank(config: Config, spec: ChildSpec) -> None:
             raise
 
 
-def _serve(
-    config: Config,
-    spec: ChildSpec,
-    connection: BlockingConnection,
-    envelope: Envelope,
-    device: torch.device,
-) -> None:
+def _serve(config: Config, spec: ChildSpec, connection: BlockingConnection, envelope: Envelope) -> None:
+    device = torch.device(spec.device)
     mesh = init_device_mesh(device.type, (config.learner.num_ranks,))
     learner = PolicyLearner(Path(spec.model_path), config, mesh=mesh)
     say_hello(config, spec.rank, connection)
@@ -90,31 +87,19 @@ def say_hello(config: Config, rank: int, connection: BlockingConnection) -> None
 
 
 @contextmanager
-def process_group(config: Config, spec: ChildSpec) -> Iterator[torch.device]:
+def process_group(config: Config, rank: int, device_name: str, init_method: str) -> Iterator[None]:
     """torch.distributed over the learner ranks: NCCL on GPUs, gloo on a CPU."""
-    device = torch.device(spec.device)
+    device = torch.device(device_name)
     if device.type == "cuda":
-        torch.cuda.set_device(0)  # the launcher shows each rank its own GPU
+        torch.cuda.set_device(device.index or 0)  # without an index: the launcher shows a rank its own GPU
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=spec.init_method,
-        rank=spec.rank,
+        init_method=init_method,
+        rank=rank,
         world_size=config.learner.num_ranks,
         timeout=timedelta(seconds=config.timeouts.collective_s),
     )
     try:
-        yield device
+        yield
     finally:
         dist.destroy_process_group()
-
-
-def learner_limits(config: Config, model_path: Path) -> Limits:
-    """What a rank holds a Batch to."""
-    from asyncrl.launch.model_facts import read_vocab_size
-
-    return Limits(
-        vocab_size=read_vocab_size(model_path),
-        group_size=config.rollout.group_size,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-    )

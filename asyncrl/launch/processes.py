@@ -6,16 +6,20 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from asyncrl.errors import PeerLost
 from asyncrl.launch.child import ChildSpec
 from asyncrl.launch.resources import Placement
 
 LOG_LINES_SHOWN = 20
+TRACKER_TIMEOUT_S = 5.0
+"""A resource tracker that still runs so long after its processes is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +71,43 @@ class Processes:
         """Asks every child to end, kills what is left after the deadline, children of children included."""
         running = [child for child in self.children if child.process.returncode is None]
         for child in running:
-            _signal_group(child, signal.SIGTERM, leader_only=True)
-        waits = [asyncio.ensure_future(child.process.wait()) for child in running]
-        if waits:
-            await asyncio.wait(waits, timeout=self._shutdown_s)
-        for child in self.children:
-            _signal_group(child, signal.SIGKILL, leader_only=False)
+            with suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGTERM)  # it knows how to end its own children
+        if running:
+            ends = [asyncio.ensure_future(child.process.wait()) for child in running]
+            await asyncio.wait(ends, timeout=self._shutdown_s)
+        await asyncio.to_thread(_kill_groups, {child.process.pid for child in self.children})
         for child in self.children:
             await child.process.wait()
 
 
-def _signal_group(child: Child, number: signal.Signals, *, leader_only: bool) -> None:
-    """The leader alone for a polite end: it knows how to end its own children."""
+def _kill_groups(group_ids: set[int]) -> None:
+    """Ends every process of these groups.
+
+    Python's resource trackers come last: when their processes are gone they unlink the shared memory that a
+    killed engine has left, and end by themselves.
+    """
+    members = [process for process in psutil.process_iter() if _group_id(process) in group_ids]
+    trackers = [process for process in members if _is_resource_tracker(process)]
+    for process in members:
+        if process not in trackers:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    _, alive = psutil.wait_procs(trackers, timeout=TRACKER_TIMEOUT_S)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _group_id(process: psutil.Process) -> int:
     try:
-        if leader_only:
-            child.process.send_signal(number)
-        else:
-            os.killpg(child.process.pid, number)
+        return os.getpgid(process.pid)
     except ProcessLookupError:
-        pass  # nothing of it is left
+        return -1
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return False

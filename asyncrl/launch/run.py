@@ -1,9 +1,9 @@
 """One run on one node: the launcher's process, which is also the coordinator's.
 
-prepare            run directory, model (made or fetched in a subprocess), data set, reward
-start              the coordinator's socket, learner ranks, rollout servers, each on its cores
-watch              coordinator, children and console in one TaskGroup: the first failure ends all
-end                children stopped, snapshots unlinked, whatever happened
+prepare    run directory, model (made or fetched in a subprocess), data set, reward
+start      the coordinator's socket, then learner ranks and rollout servers, each on its cores
+watch      coordinator, children and console in one TaskGroup: the first failure ends all
+end        children stopped, snapshots unlinked, whatever happened
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import asyncio
 import os
 import secrets
 import signal
-import sys
 import tempfile
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,170 +22,159 @@ from rich.console import Console
 from asyncrl.config import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
-from asyncrl.envs.dataset import Dataset, load_rows, load_tokenizer, tokenize
-from asyncrl.envs.rewards import check_answers, resolve_reward
-from asyncrl.errors import ConfigError, first_cause
-from asyncrl.launch import console as run_console
+from asyncrl.errors import first_cause
 from asyncrl.launch.child import ChildSpec
-from asyncrl.launch.model_facts import check_length, read_vocab_size
+from asyncrl.launch.console import show
+from asyncrl.launch.prepare import Prepared, message_limits, prepare
 from asyncrl.launch.processes import Processes
-from asyncrl.launch.resources import Placements, available_cores, count_gpus, place_processes
 from asyncrl.run_directory import RunDirectory, default_run_name
-from asyncrl.stream.codec import Limits
 from asyncrl.stream.sockets import Listener
 from asyncrl.weight_sync.snapshot import remove_all
 
+ROLES = ("learner", "rollout-server")
+
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """Everything that can be wrong with a configuration has been looked at once this exists."""
+class Listening:
+    """Where a coordinator can be met, and what its peers need besides the config."""
 
-    config: Config
+    address: str
+    run_directory: Path
     model_path: Path
-    dataset: Dataset
-    placements: Placements
-    device: str
 
 
-async def prepare(config: Config) -> Prepared:
-    """Checks reward, data and resources, and brings the model. Raises ConfigError or DataError."""
-    num_gpus = count_gpus(config)
-    placements = place_processes(config, cores=available_cores(), num_gpus=num_gpus)
-    resolve_reward(config.reward, config.data.answer_key)
-    rows = load_rows(config.data, config.seed)
-    check_answers(config.reward, rows, config.data.answer_key, config.data.train)
-    model_path = await fetch_model(config.model)
-    check_length(model_path, config.data.max_prompt_tokens + config.rollout.max_completion_tokens)
-    dataset = tokenize(rows, config.data, load_tokenizer(model_path))
-    return Prepared(config, model_path, dataset, placements, "cuda" if num_gpus else "cpu")
-
-
-async def fetch_model(name: str) -> Path:
-    """The model's folder, made or downloaded in a subprocess: this process stays without torch."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "asyncrl.models", name, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        output, _ = await process.communicate()
-    except asyncio.CancelledError:
-        process.kill()
-        await process.wait()
-        raise
-    if process.returncode:
-        raise ConfigError(f"model: {name!r} could not be brought here; the reason stands above")
-    return Path(output.decode().splitlines()[-1])
-
-
-async def run_training(config: Config, *, num_servers: int | None = None) -> Path:
+def run_until_done(
+    config: Config,
+    *,
+    start: Collection[str] = ROLES,
+    on_listening: Callable[[Listening], None] | None = None,
+) -> Path:
     """Runs to the end and returns the run directory. Raises the first cause of failure.
 
-    `num_servers`: how many rollout servers to start (None: as configured; 0: they connect by themselves).
+    `start`: the roles whose processes this one starts; the others connect by themselves. SIGTERM ends the
+    run as Ctrl-C does: with KeyboardInterrupt, once everything has ended.
     """
-    if num_servers is not None:
-        config = config.model_copy(
-            update={"rollout": config.rollout.model_copy(update={"num_servers": num_servers})}
-        )
-    if config.run.name is None:
-        run = config.run.model_copy(update={"name": default_run_name()})
-        config = config.model_copy(update={"run": run})
-    prepared = await prepare(config)
-    directory = RunDirectory.create(config)
-    run = f"{config.run.name}.{secrets.token_hex(4)}"
-    console = Console()
-    _introduce(prepared, directory, console)
-    try:
-        await _run(prepared, directory, run, console)
-    finally:
-        directory.close()
-        remove_all(config.weight_sync.dir, run)
-    return directory.path
-
-
-async def _run(prepared: Prepared, directory: RunDirectory, run: str, console: Console) -> None:
-    config = prepared.config
-    limits = Limits(
-        vocab_size=read_vocab_size(prepared.model_path),
-        group_size=config.rollout.group_size,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        newest_version=-1,
-        run=run,
-        incarnation=secrets.token_hex(4),
-    )
-    processes = Processes(shutdown_s=config.timeouts.shutdown_s)
-    async with Listener(
-        config.stream.bind,
-        config.stream.port,
-        max_message_bytes=config.stream.max_message_bytes,
-        heartbeat_s=config.timeouts.heartbeat_s,
-    ) as listener:
-        mailbox = Mailbox(listener, limits, max_message_bytes=config.stream.max_message_bytes)
-        coordinator = Coordinator(config, prepared.dataset, mailbox, directory)
-        if not config.rollout.num_servers:
-            console.print(
-                f"connect rollout servers: asyncrl rollout-server CONFIG --connect {mailbox.address}"
-            )
-        with tempfile.TemporaryDirectory(prefix="asyncrl-") as rendezvous:
-            try:
-                await _start_children(prepared, directory, mailbox.address, processes, Path(rendezvous))
-                await _watch(coordinator, processes, console, str(config.run.name))
-            finally:
-                await asyncio.shield(processes.stop())
-
-
-async def _start_children(
-    prepared: Prepared, directory: RunDirectory, address: str, processes: Processes, rendezvous: Path
-) -> None:
-    roles = {"learner": prepared.placements.learner, "rollout-server": prepared.placements.rollout_servers}
-    for role, placements in roles.items():
-        for rank, placement in enumerate(placements):
-            spec = ChildSpec(
-                role=role,
-                rank=rank,
-                config_file=str(directory.config_file),
-                model_path=str(prepared.model_path),
-                address=address,
-                cores=placement.cores,
-                device=prepared.device,
-                parent_pid=os.getpid(),
-                init_method=f"file://{rendezvous}/torch",
-            )
-            await processes.start(spec, placement, directory.log_file(role, rank))
-
-
-async def _watch(coordinator: Coordinator, processes: Processes, console: Console, title: str) -> None:
-    """Until the run has ended and every child with it. Raises the first cause."""
-    ending = coordinator.ending
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            shown = tasks.create_task(run_console.show(coordinator.status, title, console))
-            watched = [tasks.create_task(processes.watch(child, ending)) for child in processes.children]
-            await coordinator.run()
-            await asyncio.wait(watched)
-            shown.cancel()
-    except BaseExceptionGroup as group:
-        cause = first_cause(group)
-        await coordinator.stop_peers(str(cause).partition("\n")[0])
-        raise cause from None
-
-
-def _introduce(prepared: Prepared, directory: RunDirectory, console: Console) -> None:
-    dataset = prepared.dataset
-    console.print(f"run {directory.path}", soft_wrap=True)
-    dropped = f", {dataset.num_too_long} dropped as too long" if dataset.num_too_long else ""
-    console.print(f"{len(dataset)} prompts from {dataset.source}{dropped}; model {prepared.model_path}")
-
-
-def run_until_done(config: Config, *, num_servers: int | None = None) -> Path:
-    """`run_training` in an event loop of its own; SIGTERM ends it as Ctrl-C does (KeyboardInterrupt)."""
 
     async def run() -> Path:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await run_training(config, num_servers=num_servers)
+        return await run_training(config, start=start, on_listening=on_listening)
 
     try:
         return asyncio.run(run())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+
+
+async def run_training(
+    config: Config, *, start: Collection[str], on_listening: Callable[[Listening], None] | None
+) -> Path:
+    """`run_until_done` inside an event loop."""
+    if config.run.name is None:
+        named = config.run.model_copy(update={"name": default_run_name()})
+        config = config.model_copy(update={"run": named})
+    prepared = await prepare(config)
+    directory = RunDirectory.create(config)
+    launch = Launch(prepared, directory, start=start, on_listening=on_listening)
+    try:
+        await launch.run()
+    finally:
+        directory.close()
+        remove_all(config.weight_sync.dir, launch.run_id)
+    return directory.path
+
+
+class Launch:
+    """The processes of one run, from the first to the last."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        directory: RunDirectory,
+        *,
+        start: Collection[str],
+        on_listening: Callable[[Listening], None] | None,
+    ) -> None:
+        self.run_id = f"{prepared.config.run.name}.{secrets.token_hex(4)}"
+        self._prepared = prepared
+        self._config = prepared.config
+        self._directory = directory
+        self._start = start
+        self._on_listening = on_listening
+        self._console = Console()
+        self._processes = Processes(shutdown_s=prepared.config.timeouts.shutdown_s)
+
+    async def run(self) -> None:
+        """Raises the first cause of failure; nothing that was started is left then, either."""
+        self._introduce()
+        limits = message_limits(self._config, self._prepared.model_path)
+        limits.run, limits.incarnation, limits.newest_version = self.run_id, secrets.token_hex(4), -1
+        stream = self._config.stream
+        async with Listener(
+            stream.bind,
+            stream.port,
+            max_message_bytes=stream.max_message_bytes,
+            heartbeat_s=self._config.timeouts.heartbeat_s,
+        ) as listener:
+            mailbox = Mailbox(listener, limits, max_message_bytes=stream.max_message_bytes)
+            coordinator = Coordinator(self._config, self._prepared.dataset, mailbox, self._directory)
+            self._announce(mailbox.address)
+            with tempfile.TemporaryDirectory(prefix="asyncrl-") as rendezvous:
+                try:
+                    await self._start_children(mailbox.address, f"file://{rendezvous}/torch")
+                    await self._watch(coordinator)
+                finally:
+                    await asyncio.shield(self._processes.stop())
+
+    def _introduce(self) -> None:
+        dataset = self._prepared.dataset
+        dropped = f", {dataset.num_too_long} dropped as too long" if dataset.num_too_long else ""
+        self._say(f"run {self._directory.path}")
+        self._say(f"{len(dataset)} prompts from {dataset.source}{dropped}; model {self._prepared.model_path}")
+
+    def _announce(self, address: str) -> None:
+        if self._on_listening is not None:
+            self._on_listening(Listening(address, self._directory.path, self._prepared.model_path))
+        if "rollout-server" not in self._start or not self._config.rollout.num_servers:
+            self._say(f"connect rollout servers: asyncrl rollout-server CONFIG --connect {address}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    async def _start_children(self, address: str, init_method: str) -> None:
+        placements = self._prepared.placements
+        placed = {"learner": placements.learner, "rollout-server": placements.rollout_servers}
+        for role in self._start:
+            for rank, placement in enumerate(placed[role]):
+                spec = ChildSpec(
+                    role=role,
+                    rank=rank,
+                    config_file=str(self._directory.config_file),
+                    model_path=str(self._prepared.model_path),
+                    address=address,
+                    cores=placement.cores,
+                    device=self._prepared.device,
+                    parent_pid=os.getpid(),
+                    init_method=init_method,
+                )
+                await self._processes.start(spec, placement, self._directory.log_file(role, rank))
+
+    async def _watch(self, coordinator: Coordinator) -> None:
+        """Until the run has ended and every child with it. Raises the first cause."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                name = str(self._config.run.name)
+                shown = tasks.create_task(show(coordinator.status, name, self._console))
+                watched = [
+                    tasks.create_task(self._processes.watch(child, coordinator.ending))
+                    for child in self._processes.children
+                ]
+                await coordinator.run()
+                if watched:
+                    await asyncio.wait(watched)
+                shown.cancel()
+        except BaseExceptionGroup as group:
+            cause = first_cause(group)
+            await coordinator.stop_peers(str(cause).splitlines()[-1])
+            raise cause from None

@@ -11,10 +11,9 @@ from asyncrl.config import Config
 from asyncrl.envs.dataset import load_tokenizer
 from asyncrl.envs.env import SingleTurnEnv
 from asyncrl.envs.reward_pool import RewardPool
-from asyncrl.launch.model_facts import read_vocab_size
+from asyncrl.launch.prepare import message_limits
 from asyncrl.rollout_server.server import RolloutServer
 from asyncrl.rollout_server.vllm_engine import VllmEngine
-from asyncrl.stream.codec import Limits
 from asyncrl.stream.connections import Connection
 from asyncrl.stream.envelope import Envelope
 from asyncrl.weight_sync.shm import ShmTransport
@@ -22,7 +21,10 @@ from asyncrl.weight_sync.shm import ShmTransport
 
 def run_rollout_server(config: Config, model_path: str, address: str, *, device: str) -> None:
     """Serves until the coordinator says Stop. SIGTERM and Ctrl-C end the engine first. Raises the cause."""
-    asyncio.run(_run(config, model_path, address, device))
+    try:
+        asyncio.run(_run(config, model_path, address, device))
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 async def _run(config: Config, model_path: str, address: str, device: str) -> None:
@@ -42,12 +44,7 @@ async def _serve(
     config: Config, model_path: str, address: str, engine: VllmEngine, rewards: RewardPool
 ) -> None:
     envelope = Envelope(f"rollout-server-{os.getpid()}", max_message_bytes=config.stream.max_message_bytes)
-    limits = Limits(
-        vocab_size=read_vocab_size(Path(model_path)),
-        group_size=config.rollout.group_size,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-    )
+    limits = message_limits(config, Path(model_path))
     async with Connection(
         address,
         envelope,

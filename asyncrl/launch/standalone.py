@@ -7,20 +7,19 @@ import os
 import sys
 
 from asyncrl.config import Config
+from asyncrl.launch.prepare import fetch_model
 from asyncrl.launch.resources import available_cores, count_gpus, place_processes
-from asyncrl.launch.run import fetch_model
 from asyncrl.stream.sockets import parse_address
 
 
 def run_standalone_server(config: Config, address: str) -> None:
-    """Serves on the cores (and GPUs) that `asyncrl train` would give its first server. Raises the cause.
+    """Serves on the cores that `asyncrl train` would give its first server, and on the GPUs that are visible.
 
-    Thread counts are read when torch and OpenMP load, so this process replaces itself with one that has them.
+    Raises the cause of its end. Thread counts are read when torch and OpenMP load, so this process replaces itself with one that has them.
     """
     parse_address(address)
     one = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_servers": 1})})
-    num_gpus = count_gpus(config)
-    placement = place_processes(one, cores=available_cores(), num_gpus=num_gpus).rollout_servers[0]
+    placement = place_processes(one, cores=available_cores(), num_gpus=0).rollout_servers[0]
     missing = {k: v for k, v in placement.environment().items() if os.environ.get(k) != v}
     if missing and "ASYNCRL_PLACED" not in os.environ:
         os.execve(
@@ -32,4 +31,4 @@ def run_standalone_server(config: Config, address: str) -> None:
     model_path = asyncio.run(fetch_model(config.model))
     from asyncrl.launch.server_process import run_rollout_server
 
-    run_rollout_server(config, str(model_path), address, device="cuda" if num_gpus else "cpu")
+    run_rollout_server(config, str(model_path), address, device="cuda" if count_gpus(config) else "cpu")

@@ -1,0 +1,222 @@
+"""Whole runs as a user starts them: real processes, sockets, vLLM and gloo. What they learn, how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
+
+START_S = 200.0
+END_S = 60.0
+MARK = "ASYNCRL_TEST_MARK"
+
+
+@dataclass
+class Started:
+    """A command, its output, and everything it may leave behind."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+    run: Path
+    mark: str
+    shm_before: set[str]
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.run / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def relatives(self) -> list[psutil.Process]:
+        """Every process that inherited this command's environment."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def wait_for_versions(self, count: int) -> None:
+        deadline = time.monotonic() + START_S
+        while len(self.metrics()) < count:
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.2)
+
+    def wait(self, timeout_s: float = START_S) -> int:
+        return self.process.wait(timeout=timeout_s)
+
+    def assert_nothing_is_left(self) -> None:
+        deadline = time.monotonic() + 15.0
+        while (left := self.relatives()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert [" ".join(process.cmdline()) for process in left] == []
+        appeared = set(os.listdir("/dev/shm")) - self.shm_before
+        assert {n for n in appeared if n.startswith("asyncrl-run.") or not n.startswith("asyncrl-")} == set()
+
+
+@contextlib.contextmanager
+def started(tmp_path: Path, *command: str, name: str = "run") -> Iterator[Started]:
+    """Runs `python -m asyncrl.cli command ...`; kills what is left of it afterwards."""
+    output, mark = tmp_path / f"{name}.out", uuid.uuid4().hex
+    shm_before = set(os.listdir("/dev/shm"))
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_CPU_OMP_THREADS_BIND"}
+    with output.open("wb") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environment | {MARK: mark, "COLUMNS": "300"},
+            start_new_session=True,
+        )
+    run = Started(process, output, tmp_path / "run", mark, shm_before)
+    try:
+        yield run
+    finally:
+        for relative in run.relatives():
+            with contextlib.suppress(psutil.Error):
+                relative.kill()
+        process.wait(timeout=10)
+
+
+def overrides(tmp_path: Path, *more: str) -> list[str]:
+    return ["configs/tiny.yaml", f"run.dir={tmp_path}", "run.name=run", "rollout.kv_cache_gib=0.25", *more]
+
+
+def child(run: Started, role: str) -> psutil.Process:
+    """The child of the launcher that plays a role, or (engine) vLLM's engine core."""
+    if role == "engine":
+        return next(p for p in run.relatives() if p.name().startswith("VLLM::EngineCor"))
+    return next(p for p in run.relatives() if f'"role":"{role}"' in " ".join(p.cmdline()))
+
+
+def test_the_tiny_model_learns_within_the_bound_and_leaves_a_whole_run_directory(tmp_path: Path):
+    with started(tmp_path, "asyncrl.cli", "train", *overrides(tmp_path)) as run:
+        assert run.wait(270) == 0, run.text()
+        metrics = run.metrics()
+        rewards = [m["critic/score/mean"] for m in metrics]
+        assert [m["training/policy_version"] for m in metrics] == list(range(1, 61))
+        assert sum(rewards[:3]) / 3 < 0.3
+        assert sum(rewards[-10:]) / 10 > 0.7
+        assert max(m["staleness/max"] for m in metrics) <= 2
+        assert max(m["staleness/max"] for m in metrics) > 0, "nothing was asynchronous"
+        assert run.text().splitlines()[-1] == f"done: {run.run}"
+        assert run.text().count("version ") >= 60
+        assert_run_directory(run.run)
+        run.assert_nothing_is_left()
+
+
+def assert_run_directory(path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trained = [json.loads(line) for line in (path / "trajectories/version_000060.jsonl").open()]
+    assert len(trained) == 16 * 8
+    assert all(t["status"] == "scored" and t["reward"] in (0.0, 1.0) for t in trained)
+    assert all(59 - version <= 2 for t in trained for version in t["versions"])
+    events = [json.loads(line) for line in (path / "events.jsonl").open()]
+    assert {"generate", "wait", "step", "publish", "verify", "pause", "apply"} <= {e["name"] for e in events}
+    assert all(e["start_s"] <= e["end_s"] for e in events)
+    assert "max_staleness: 2" in (path / "config.yaml").read_text()
+    assert sorted(p.name for p in (path / "logs").iterdir()) == ["learner-0.log", "rollout-server-0.log"]
+    assert AutoModelForCausalLM.from_pretrained(path / "model").num_parameters() == 404_736
+
+
+def test_the_same_run_from_two_terminals(tmp_path: Path):
+    short = overrides(tmp_path, "learner.max_versions=3")
+    with started(tmp_path, "asyncrl.cli", "learner", *short) as learner:
+        deadline = time.monotonic() + START_S
+        while not (found := re.search(r"--connect (\S+)", learner.text())):
+            assert learner.process.poll() is None, learner.text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        command = ["rollout-server", *short, "--connect", found[1]]
+        with started(tmp_path, "asyncrl.cli", *command, name="server") as server:
+            assert learner.wait() == 0, learner.text() + server.text()
+            assert server.wait(END_S) == 0, server.text()
+            assert [m["training/policy_version"] for m in learner.metrics()] == [1, 2, 3]
+            server.assert_nothing_is_left()
+        learner.assert_nothing_is_left()
+
+
+ENDLESS = ["learner.max_versions=100000", "learner.lr=1e-5"]
+
+
+def test_ctrl_c_ends_everything(tmp_path: Path):
+    with started(tmp_path, "asyncrl.cli", "train", *overrides(tmp_path, *ENDLESS)) as run:
+        run.wait_for_versions(2)
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(END_S) == 130, run.text()
+        assert run.text().splitlines()[-1].startswith("asyncrl: interrupted")
+        run.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("role", "says"),
+    [
+        ("rollout-server", r"^asyncrl: rollout-server-0 was killed by SIGKILL"),
+        pytest.param("learner", r"^asyncrl: learner-0 was killed by SIGKILL", marks=pytest.mark.slow),
+        pytest.param("engine", r"^asyncrl: rollout-server.*engine", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_process_ends_the_run_with_the_first_cause_last(tmp_path: Path, role: str, says: str):
+    with started(tmp_path, "asyncrl.cli", "train", *overrides(tmp_path, *ENDLESS)) as run:
+        run.wait_for_versions(2)
+        child(run, role).kill()
+        assert run.wait(END_S) == 1, run.text()
+        assert re.search(says, run.text().splitlines()[-1]), run.text()
+        run.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_its_children_with_it(tmp_path: Path):
+    with started(tmp_path, "asyncrl.cli", "train", *overrides(tmp_path, *ENDLESS)) as run:
+        run.wait_for_versions(2)
+        run.process.kill()
+        run.wait(END_S)
+        deadline = time.monotonic() + END_S
+        while run.relatives() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        run.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_two_ranks_under_torchrun_with_a_server_from_another_terminal(tmp_path: Path):
+    short = overrides(tmp_path, "learner.max_versions=3", "learner.num_ranks=2")
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "asyncrl.cli"]
+    with started(tmp_path, *torchrun, "learner", *short) as learner:
+        deadline = time.monotonic() + START_S
+        while not (found := re.search(r"--connect (\S+)", learner.text())):
+            assert learner.process.poll() is None, learner.text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        command = ["rollout-server", *short, "--connect", found[1]]
+        with started(tmp_path, "asyncrl.cli", *command, name="server") as server:
+            assert learner.wait() == 0, learner.text() + server.text()
+            assert server.wait(END_S) == 0, server.text()
+            assert [m["training/policy_version"] for m in learner.metrics()] == [1, 2, 3]
+        learner.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_two_ranks_and_two_servers_on_one_node(tmp_path: Path):
+    more = ["learner.max_versions=4", "learner.num_ranks=2", "rollout.num_servers=2"]
+    with started(tmp_path, "asyncrl.cli", "train", *overrides(tmp_path, *more)) as run:
+        assert run.wait(270) == 0, run.text()
+        assert run.metrics()[-1]["rollout/servers"] == 2
+        run.assert_nothing_is_left()
