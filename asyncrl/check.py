@@ -2,129 +2,122 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.envs.dataset import load_rows
-from asyncrl.envs.rewards import check_answers, resolve_reward
-from asyncrl.errors import ConfigError
-from asyncrl.launch.model_facts import count_parameters
-from asyncrl.launch.resources import available_cores, count_gpus, place_processes
+from asyncrl.envs.dataset import Dataset
+from asyncrl.launch.model_facts import read_tensor_shapes
+from asyncrl.launch.preflight import (
+    Examined,
+    check_config,
+    check_model,
+    max_group_bytes,
+    max_group_tokens,
+    max_shard_bytes,
+    snapshot_bytes,
+)
+from asyncrl.launch.resources import Placements
 from asyncrl.models.source import model_is_ready, resolve_model
 from asyncrl.weight_sync.snapshot import bytes_free
 
-BYTES_A_TOKEN = 13
-"""On the wire: id 4, log-prob 4, version 4, mask 1."""
-TINY_PARAMETERS = 410_000
+Rows = Iterator[tuple[str, str]]
+
+BYTES_A_PARAMETER = {"adamw": 16, "sgd": 8}
+"""Of the learner: weight 4, gradient 4, AdamW's two moments 8."""
 
 
 def check(config: Config) -> list[tuple[str, str]]:
-    """(what, value) rows in reading order. Raises ConfigError or DataError for what cannot run."""
-    resolve_reward(config.reward, config.data.answer_key)
-    rows = load_rows(config.data, config.seed)
-    check_answers(config.reward, rows, config.data.answer_key, config.data.train)
+    """(what, value) rows in reading order. Raises ConfigError or DataError for what `prepare` refuses too."""
+    examined = check_config(config)
+    model_path = resolve_model(config.model) if model_is_ready(config.model) else None
+    dataset = check_model(examined, model_path) if model_path is not None else None
     return [
-        *_batch(config, len(rows)),
+        *_data(config, examined, dataset),
+        *_batch(config),
         *_pacing(config),
         *_stream(config),
-        *_weights(config),
-        *_processes(config),
+        *_model(examined, model_path),
+        *_processes(examined.placements),
     ]
 
 
-def _batch(config: Config, num_rows: int) -> Iterator[tuple[str, str]]:
-    rollout, learner = config.rollout, config.learner
-    group_tokens = config.data.max_prompt_tokens + rollout.group_size * rollout.max_completion_tokens
-    batch_tokens = learner.prompts_per_batch * group_tokens
-    fit = max(1, learner.max_tokens_per_microbatch // group_tokens)
-    per_rank = -(-learner.prompts_per_batch // learner.num_ranks)
-    needed = learner.prompts_per_batch * learner.max_versions
-    yield "data", f"{config.data.train}: {num_rows} rows, {needed / num_rows:.2f} epochs in the run"
+def _data(config: Config, examined: Examined, dataset: Dataset | None) -> Rows:
+    num_prompts = len(examined.rows) if dataset is None else len(dataset)
+    needed = config.learner.prompts_per_batch * config.learner.max_versions
+    if dataset is None:
+        yield "prompts", f"{num_prompts} from {config.data.train}; tokens are counted once the model is here"
+    else:
+        yield (
+            "prompts",
+            f"{num_prompts} kept from {dataset.source}, {dataset.num_too_long} dropped as longer than "
+            f"{config.data.max_prompt_tokens} tokens; the longest kept has {dataset.prompt_lengths.max()}",
+        )
+    yield (
+        "the run",
+        f"{config.learner.max_versions} versions, {needed} prompts, {needed / num_prompts:.2f} epochs",
+    )
+
+
+def _batch(config: Config) -> Rows:
+    learner, group_size = config.learner, config.rollout.group_size
+    num_prompts, budget = learner.prompts_per_batch, learner.max_tokens_per_microbatch
+    group_tokens = max_group_tokens(config)
+    fit = max(1, budget // group_tokens)
+    num_microbatches = math.ceil(math.ceil(num_prompts / learner.num_ranks) / fit)
+    alone = "" if group_tokens <= budget else ", over the microbatch budget: a microbatch of its own"
     yield (
         "a batch",
-        (
-            f"{learner.prompts_per_batch} prompts x {rollout.group_size} = "
-            f"{learner.prompts_per_batch * rollout.group_size} trajectories, at most {batch_tokens} packed tokens"
-        ),
+        f"{num_prompts} prompts x {group_size} = {num_prompts * group_size} trajectories, at most "
+        f"{num_prompts * group_tokens} packed tokens",
     )
-    yield (
-        "a group",
-        (
-            f"at most {group_tokens} packed tokens (the prompt once)"
-            + (
-                ""
-                if group_tokens <= learner.max_tokens_per_microbatch
-                else ", over the microbatch budget: alone"
-            )
-        ),
-    )
-    yield (
-        "microbatches",
-        f"at most {-(-per_rank // fit)} a rank of {learner.max_tokens_per_microbatch} tokens",
-    )
-    yield "the run", f"{learner.max_versions} versions, {needed} prompts"
+    yield "a group", f"at most {group_tokens} packed tokens (the prompt once){alone}"
+    yield "microbatches", f"about {num_microbatches} a rank at full length, of {budget} tokens"
 
 
-def _pacing(config: Config) -> Iterator[tuple[str, str]]:
-    batch, bound = config.learner.prompts_per_batch, config.max_staleness
+def _pacing(config: Config) -> Rows:
+    bound, rollout = config.max_staleness, config.rollout
     yield "staleness", f"at most {bound} versions a trained token ({config.over_age}); 0 is synchronous"
-    yield "groups outstanding", f"at most {(bound + 1) * batch} ahead of what the slowest lead allows"
-    credits = config.rollout.max_groups_in_flight
-    if credits == "auto":
-        credits = f"at most {max(1, config.rollout.max_num_seqs // config.rollout.group_size)} (auto)"
-    yield "groups in flight", f"{credits} a server"
-
-
-def _stream(config: Config) -> Iterator[tuple[str, str]]:
-    rollout = config.rollout
-    group_bytes = 4 * config.data.max_prompt_tokens + (
-        BYTES_A_TOKEN * rollout.group_size * rollout.max_completion_tokens
+    yield (
+        "groups outstanding",
+        f"at most {(bound + 1) * config.learner.prompts_per_batch}: leased or finished, in no batch yet",
     )
-    port = config.stream.port or "a free port"
-    yield "stream", f"{config.stream.bind}, {port}; a group is at most {group_bytes} bytes and its text"
-    if group_bytes > config.stream.max_message_bytes:
-        raise ConfigError(
-            f"stream.max_message_bytes: {config.stream.max_message_bytes} is less than the {group_bytes} bytes "
-            "of one group; raise it"
-        )
+    in_flight = rollout.max_groups_in_flight
+    if in_flight == "auto":
+        most = max(1, rollout.max_num_seqs // rollout.group_size)
+        in_flight = f"at most {most} (auto: what the KV cache holds)"
+    yield "groups in flight", f"{in_flight} a server, {rollout.num_servers} servers from here"
 
 
-def _weights(config: Config) -> Iterator[tuple[str, str]]:
-    free = bytes_free(config.weight_sync.dir)
-    if not model_is_ready(config.model):
-        if config.model != "tiny":
-            yield "model", f"{config.model}: not here yet; its size shows once it is"
-            return
-        num_parameters = TINY_PARAMETERS
-    else:
-        num_parameters = count_parameters(Path(resolve_model(config.model)))
-    on_gpu = bool(count_gpus(config))
-    dtype = next((d for d in (config.weight_sync.dtype, config.learner.dtype) if d != "auto"), None)
-    itemsize = 4 if (dtype or ("bfloat16" if on_gpu else "float32")) == "float32" else 2
-    needed = 2 * num_parameters * itemsize
+def _stream(config: Config) -> Rows:
+    stream = config.stream
+    yield "port", f"{stream.bind}, {stream.port or 'a free port'}"
+    yield (
+        "messages",
+        f"a group of at most {max_group_bytes(config)} bytes, a rank's batch of {max_shard_bytes(config)}, "
+        f"besides text; the limit is {stream.max_message_bytes}",
+    )
+
+
+def _model(examined: Examined, model_path: Path | None) -> Rows:
+    config = examined.config
+    if model_path is None:
+        yield "model", f"{config.model}: not here yet; its sizes show once `asyncrl train` has brought it"
+        return
+    num_parameters = sum(math.prod(shape) for shape in read_tensor_shapes(model_path).values())
+    snapshots = snapshot_bytes(config, model_path, examined.device)
+    free, folder = bytes_free(config.weight_sync.dir), config.weight_sync.dir
+    learner_bytes = BYTES_A_PARAMETER[config.learner.optimizer] * num_parameters
     yield "model", f"{config.model}: {num_parameters / 1e6:.2f} M parameters"
-    yield (
-        "snapshots",
-        f"two at once: {needed / 1e6:.1f} MB in {config.weight_sync.dir}, {free / 1e6:.0f} MB free",
-    )
-    yield (
-        "learner memory",
-        f"{16 * num_parameters / 1e6:.1f} MB of weights, gradients and moments over all ranks",
-    )
-    if needed > free:
-        raise ConfigError(
-            f"weight_sync.dir: {config.weight_sync.dir} has {free} bytes free and two snapshots need {needed}; "
-            "name a folder with more room"
-        )
+    yield "snapshots", f"two at once: {snapshots / 1e6:.1f} MB in {folder}, {free / 1e6:.0f} MB free"
+    yield "learner memory", f"{learner_bytes / 1e6:.1f} MB of weights, gradients and moments over all ranks"
 
 
-def _processes(config: Config) -> Iterator[tuple[str, str]]:
-    placements = place_processes(config, cores=available_cores(), num_gpus=count_gpus(config))
+def _processes(placements: Placements) -> Rows:
     roles = {"learner": placements.learner, "rollout-server": placements.rollout_servers}
     for role, places in roles.items():
         for rank, place in enumerate(places):
-            cores = ",".join(map(str, place.cores))
-            gpus = f", GPUs {','.join(map(str, place.gpus))}" if place.gpus else ""
-            yield f"{role}-{rank}", f"cores {cores}{gpus}"
+            gpus = f", GPUs {','.join(place.gpus)}" if place.gpus else ""
+            yield f"{role}-{rank}", f"cores {','.join(map(str, place.cores))}{gpus}"
     yield "coordinator", "in the launcher's process, wherever the system puts it"

@@ -8,13 +8,14 @@ overrides into a `Config` or one ConfigError that lists every mistake.
 from __future__ import annotations
 
 import ipaddress
-import os
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _not_built(value: Any, built: tuple[Any, ...]) -> Any:
@@ -26,9 +27,11 @@ def _not_built(value: Any, built: tuple[Any, ...]) -> Any:
 
 
 class Table(BaseModel):
-    """A table of the tree: frozen, and unknown keys are errors."""
+    """A table of the tree: frozen; unknown keys, NaN and Inf are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class TruncatedImportanceSampling(Table):
@@ -60,7 +63,12 @@ class GrpoConfig(Table):
     correction: Annotated[TruncatedImportanceSampling | NoCorrection, Field(discriminator="type")] = (
         TruncatedImportanceSampling()
     )
-    """Off-policy correction of tokens that an older version, or another engine, sampled."""
+    """Off-policy correction of tokens that an older version, or another engine, sampled: `tis` or `none`."""
+
+    @field_validator("correction", mode="before")
+    @classmethod
+    def _tis_by_default(cls, value: Any) -> Any:
+        return {"type": "tis", **value} if isinstance(value, dict) else value
 
 
 class DataConfig(Table):
@@ -68,6 +76,8 @@ class DataConfig(Table):
 
     train: str = "rev4"
     """A JSONL file, `module:attr` of a generator `f(seed) -> rows`, or a task: rev4, sort4, first_word."""
+    eval: str | None = None
+    """The data set of evaluations, named like `train`; null is none."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a list of chat messages, or a string."""
     answer_key: str = "answer"
@@ -81,17 +91,31 @@ class DataConfig(Table):
     max_rows: Positive = 10_000
     """At most this many rows are taken from a generator."""
 
+    @field_validator("eval")
+    @classmethod
+    def _built(cls, value: str | None) -> str | None:
+        return _not_built(value, (None,))
+
 
 class EvalConfig(Table):
     """Evaluation while training."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Versions between evaluations; 0 is never."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature of evaluations; 0 is greedy."""
+    num_samples: Positive = 1
+    """Completions of each evaluation prompt."""
 
-    @field_validator("every")
+    @field_validator("every", "temperature")
     @classmethod
-    def _built(cls, value: int) -> int:
+    def _built(cls, value: float) -> float:
         return _not_built(value, (0,))
+
+    @field_validator("num_samples")
+    @classmethod
+    def _num_samples_built(cls, value: int) -> int:
+        return _not_built(value, (1,))
 
 
 class RolloutConfig(Table):
@@ -105,8 +129,8 @@ class RolloutConfig(Table):
     """Devices one engine spans."""
     group_size: Positive = 8
     """Trajectories a prompt."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature. The learner divides its logits by it too."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Sampling temperature. The learner divides its logits by it too. vLLM would raise smaller ones to 0.01."""
     top_p: float = 1.0
     """Only 1.0: a truncated distribution cannot be scored by the learner."""
     top_k: int = 0
@@ -127,6 +151,15 @@ class RolloutConfig(Table):
     """Tokens a KV block (a multiple of 32 on a CPU); null is vLLM's own choice (128 on a CPU)."""
     engine_args: dict[str, Any] = {}
     """Passed on to the engine as they are, after the keys above."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _finite(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError as error:
+            raise ValueError("holds a number that is not finite; every number must be") from error
+        return value
 
     @field_validator("top_p")
     @classmethod
@@ -168,8 +201,8 @@ class LearnerConfig(Table):
     """`sgd` is plain gradient descent, for comparing gradients."""
     lr: Annotated[float, Field(ge=0)] = 3e-4
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates."""
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
+    """AdamW's decay rates, in [0, 1)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay."""
     warmup_versions: Annotated[int, Field(ge=0)] = 0
@@ -225,6 +258,8 @@ class StreamConfig(Table):
     """A larger message is refused by its sender with an error. Bytes."""
     insecure: bool = False
     """Allow a bind address off loopback without keys."""
+    keys_dir: str | None = None
+    """Folder of the keys that encrypt and authenticate the stream; null is none."""
 
     @field_validator("bind")
     @classmethod
@@ -241,15 +276,23 @@ class StreamConfig(Table):
 
     @field_validator("insecure")
     @classmethod
-    def _built(cls, value: bool) -> bool:
+    def _insecure_built(cls, value: bool) -> bool:
         return _not_built(value, (False,))
+
+    @field_validator("keys_dir")
+    @classmethod
+    def _keys_dir_built(cls, value: str | None) -> str | None:
+        return _not_built(value, (None,))
 
 
 class ResourcesConfig(Table):
     """Which role runs on what."""
 
     cores: Literal["auto"] | dict[str, tuple[int, ...]] = "auto"
-    """`auto` splits this machine's cores over the roles; or {learner: [0], rollout_server: [1]}."""
+    """`auto`: the first half of this node's cores is the rollout servers', the rest the learner's, also when
+    `asyncrl learner` or `asyncrl rollout-server` starts one role alone. rollout.num_servers=0 says that no
+    server shares the learner's node: a role that starts alone then gets every core. Or by role:
+    {learner: [0], rollout_server: [1]}."""
     devices: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is cuda where torch sees a GPU, else cpu."""
 
@@ -259,14 +302,8 @@ class ResourcesConfig(Table):
         if isinstance(value, dict):
             if unknown := set(value) - {"learner", "rollout_server"}:
                 raise ValueError(f"unknown role {sorted(unknown)}; the roles are learner and rollout_server")
-            available = os.sched_getaffinity(0)
-            for role, cores in value.items():
-                if not cores:
-                    raise ValueError(f"{role} has no core; give it at least one")
-                if missing := set(cores) - available:
-                    raise ValueError(
-                        f"{role} names cores {sorted(missing)}; this process may use {sorted(available)}"
-                    )
+            if empty := [role for role, cores in value.items() if not cores]:
+                raise ValueError(f"{empty[0]} has no core; give it at least one")
         return value
 
 
@@ -285,6 +322,8 @@ class TimeoutsConfig(Table):
     """The run ends with an error when no batch is trained for so long."""
     sync_s: Seconds = 300.0
     """A server must have applied a version it began."""
+    ready_s: Seconds = 60.0
+    """A server must have answered that it can take a streamed version."""
     heartbeat_s: Seconds = 30.0
     """A peer that is silent for so long is lost; heartbeats are sent three times as often."""
     reward_s: Seconds = 10.0
@@ -294,17 +333,29 @@ class TimeoutsConfig(Table):
     shutdown_s: Seconds = 20.0
     """A process that was told to stop is killed after it."""
 
+    @field_validator("ready_s")
+    @classmethod
+    def _built(cls, value: float) -> float:
+        return _not_built(value, (60.0,))
+
 
 class CheckpointConfig(Table):
     """Checkpoints."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Versions between checkpoints; 0 is never."""
+    keep: Positive = 3
+    """The newest so many checkpoints stay; older ones are removed."""
 
     @field_validator("every")
     @classmethod
-    def _built(cls, value: int) -> int:
+    def _every_built(cls, value: int) -> int:
         return _not_built(value, (0,))
+
+    @field_validator("keep")
+    @classmethod
+    def _keep_built(cls, value: int) -> int:
+        return _not_built(value, (3,))
 
 
 class RunConfig(Table):

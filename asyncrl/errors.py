@@ -9,6 +9,7 @@
     |   |-- SnapshotGone   its file is no longer there: a newer version is finished, wait for that
     |   `-- EngineUnfit    the engine's weights are half overwritten: restart it
     |-- EngineError        the engine refused, died, or answered nonsense
+    |-- RewardError        no rollout gets a reward
     `-- LearnerError       a step that cannot be taken (non-finite gradient, ranks that disagree)
 
 Every message says what is wrong, the value, and what to do.
@@ -51,6 +52,10 @@ class EngineError(AsyncRLError):
     """The inference engine failed."""
 
 
+class RewardError(AsyncRLError):
+    """Rollouts get no reward, so there is nothing to train on."""
+
+
 class LearnerError(AsyncRLError):
     """An optimizer step cannot be taken."""
 
@@ -60,3 +65,8 @@ def first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as `Type: message` on one line of at most 500 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

@@ -11,6 +11,7 @@ runs/<name>/config.yaml                    the resolved config
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,7 +24,8 @@ from asyncrl.types import Span, TrajectoryGroup
 
 
 def default_run_name() -> str:
-    return time.strftime("run-%Y%m%d-%H%M%S")
+    """From the time, and four hex digits: two runs may start in the same second."""
+    return f"{time.strftime('run-%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 class RunDirectory:

@@ -34,6 +34,13 @@ Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
 
 
+MAX_ABS_REWARD = 1e30
+"""Rewards beyond it are failures: their squares would not be finite in float32's range."""
+
+MAX_DETAIL_CHARACTERS = 2000
+"""Of a trajectory's detail: whoever makes it cuts it."""
+
+
 class Status(StrEnum):
     """How a rollout ended. Only SCORED has a reward; the others are counted, never scored 0."""
 
@@ -82,6 +89,8 @@ class Trajectory:
     finish_reason: str
     """As the engine reports it: "stop", "length" or "abort"."""
     text: str = ""
+    detail: str = ""
+    """Why there is no reward, on one line."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -177,7 +177,7 @@ def compare(arguments: argparse.Namespace, cores: list[int], folder: Path) -> di
     spec = same_work(
         config,
         num_steps=num_steps + 1,
-        per_device_batch_size=task.trl_per_device_batch_size,
+        per_device_batch_size=arguments.trl_batch or task.trl_per_device_batch_size,
         num_threads=len(cores),
         output_dir=folder / "trl",
     )

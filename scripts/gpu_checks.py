@@ -391,13 +391,17 @@ def engine(bench: Bench) -> Figure:
         for version in range(2):
             scatter(model, 50 + version)
             snapshots.append(write_snapshot(writer, model, version, dtype))
-        old, across, new = asyncio.run(serve_across_update(served, snapshots))
+        old, across, new, num_sampled_before = asyncio.run(serve_across_update(served, snapshots))
     finally:
         for version in range(2):
             writer.unlink("check", version)
     labels = [completion.policy_versions.tolist() for completion in across]
     assert all(label == sorted(label) for label in labels), labels
     assert any(set(label) == {0, 1} for label in labels), "no request ran across the update"
+    num_labelled = sum(label.count(0) for label in labels)
+    assert num_labelled == num_sampled_before, (
+        f"{num_labelled} tokens are labelled version 0, and {num_sampled_before} were sampled at the pause"
+    )
     stale = served_error(model, old)  # the model has version 1's weights now
     errors = [served_error(model, new)]
     scatter(model, 50)
@@ -405,7 +409,12 @@ def engine(bench: Bench) -> Figure:
     errors.append(served_error(model, old))
     assert max(errors) < SERVED_TOLERANCE[dtype], f"log-probs are {errors} nats off"
     assert stale > 0.5, f"the two versions differ by {stale} nats only"
-    return {"mean_error_nats": max(errors), "tolerance": SERVED_TOLERANCE[dtype], "between_versions": stale}
+    return {
+        "mean_error_nats": max(errors),
+        "tolerance": SERVED_TOLERANCE[dtype],
+        "between_versions_nats": stale,
+        "sampled_before_update": num_sampled_before,
+    }
 
 
 def write_snapshot(
@@ -426,18 +435,24 @@ def write_snapshot(
 
 async def serve_across_update(
     served: VllmEngine, snapshots: list[tuple[str, Manifest]]
-) -> tuple[list[Completion], list[Completion], list[Completion]]:
-    """Completions wholly of version 0, of requests that version 1 met on their way, and wholly of version 1."""
+) -> tuple[list[Completion], list[Completion], list[Completion], int]:
+    """Completions wholly of version 0, of requests that version 1 met on their way, and wholly of version 1.
+
+    And how many tokens the second kind had sampled when the engine was paused for version 1.
+    """
     numbers = itertools.count()
 
     async def generate(num_requests: int, max_tokens: int) -> list[Completion]:
         requests = [request(next(numbers), max_tokens) for _ in range(num_requests)]
         return await asyncio.gather(*map(served.generate, requests))
 
-    async def replace_weights(path: str, manifest: Manifest) -> None:
+    async def replace_weights(path: str, manifest: Manifest) -> int:
+        """Returns how many tokens were ever sampled before."""
         await served.pause()
+        num_sampled = served.statistics().num_sampled_tokens
         await served.apply(path, manifest)
         await served.resume()
+        return num_sampled
 
     try:
         await served.start()
@@ -445,9 +460,10 @@ async def serve_across_update(
         old = await generate(4, 32)
         async with asyncio.TaskGroup() as tasks:
             across = tasks.create_task(generate(8, 300))
-            await generate(1, 9)  # when it ends, the others have made as many steps
-            await replace_weights(*snapshots[1])
-        return old, across.result(), await generate(4, 32)
+            short = await generate(1, 9)  # when it ends, the others have made as many steps
+            num_sampled = await replace_weights(*snapshots[1])
+        num_others = sum(len(completion.token_ids) for completion in old + short)
+        return old, across.result(), await generate(4, 32), num_sampled - num_others
     finally:
         await served.close()
 

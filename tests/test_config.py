@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from asyncrl.config import Config
-from asyncrl.config_file import all_keys, dump_config, load_config, shared_digest
+from asyncrl.config_file import _tables, all_keys, dump_config, load_config, shared_digest
 from asyncrl.errors import ConfigError
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "configs"
 
 
 def test_tiny_yaml_is_what_all_defaults_together_give():
@@ -51,6 +55,7 @@ def test_overrides_win_over_the_file_and_numbers_without_a_dot_are_numbers():
     assert config.rollout.stop == ("a", "b")
     assert config.algorithm.correction.type == "none"
     assert config.learner.prompts_per_batch == 16
+    assert load_config(None, ["algorithm.correction.cap=3"]).algorithm.correction.cap == 3.0
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,14 @@ def test_overrides_win_over_the_file_and_numbers_without_a_dot_are_numbers():
         ("learner.lr=abc", ["learner.lr", "'abc'", "number"]),
         ("learner.lr=true", ["learner.lr", "True", "number"]),
         ("rollout.num_servers=1.5", ["rollout.num_servers", "1.5", "integer"]),
-        ("rollout.temperature=0", ["rollout.temperature", "0", "greater than 0"]),
+        ("rollout.temperature=0.009", ["rollout.temperature", "0.009", "greater than or equal to 0.01"]),
+        ("rollout.temperature=.nan", ["rollout.temperature", "nan", "finite"]),
+        ("learner.lr=.inf", ["learner.lr", "inf", "finite"]),
+        ("timeouts.lease_s=.inf", ["timeouts.lease_s", "inf", "finite"]),
+        ("algorithm.correction.cap=.inf", ["algorithm.correction.cap", "inf", "finite"]),
+        ("rollout.engine_args={a: [.nan]}", ["rollout.engine_args", "nan", "finite"]),
+        ("learner.betas=[0.9, 1.0]", ["learner.betas.1", "1.0", "less than 1"]),
+        ("learner.betas=[-0.1, 0.9]", ["learner.betas.0", "-0.1", "greater than or equal to 0"]),
         ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "1.0"]),
         ("rollout.top_k=5", ["rollout.top_k", "5", "train with 0"]),
         ("rollout.group_size=1", ["rollout.group_size 1", "at least 2"]),
@@ -75,13 +87,19 @@ def test_overrides_win_over_the_file_and_numbers_without_a_dot_are_numbers():
         ("weight_sync.kv_on_update=reset", ["weight_sync.kv_on_update", "reset", "'keep'"]),
         ("learner.epochs=2", ["learner.epochs", "2", "not built yet"]),
         ("checkpoint.every=5", ["checkpoint.every", "5", "not built yet"]),
+        ("checkpoint.keep=1", ["checkpoint.keep", "1", "not built yet", "use 3"]),
         ("eval.every=5", ["eval.every", "5", "not built yet"]),
+        ("eval.temperature=0.5", ["eval.temperature", "0.5", "not built yet"]),
+        ("eval.num_samples=4", ["eval.num_samples", "4", "not built yet", "use 1"]),
+        ("data.eval=rev4", ["data.eval", "rev4", "not built yet", "use None"]),
+        ("stream.keys_dir=keys", ["stream.keys_dir", "keys", "not built yet"]),
+        ("timeouts.ready_s=5", ["timeouts.ready_s", "5", "not built yet", "use 60.0"]),
         ("run.trackers=[wandb]", ["run.trackers", "wandb", "not built yet"]),
         ("stream.bind=0.0.0.0", ["stream.bind", "0.0.0.0", "127.0.0.1"]),
         ("stream.bind=myhost", ["stream.bind", "myhost", "IP address"]),
         ("run.name=../../x", ["run.name", "../../x"]),
         ("resources.cores={lerner: [0]}", ["resources.cores", "lerner", "learner"]),
-        ("resources.cores={learner: [4096]}", ["resources.cores", "4096"]),
+        ("resources.cores={learner: []}", ["resources.cores", "learner has no core"]),
         ("nonsense", ["nonsense", "key.path=value"]),
     ],
 )
@@ -115,3 +133,82 @@ def test_the_shared_digest_ignores_what_each_side_may_choose_and_nothing_else():
         assert shared_digest(load_config(None, [own])) == base
     for shared in ("rollout.temperature=0.5", "model=x", "seed=1", "rollout.group_size=4", "reward=a:b"):
         assert shared_digest(load_config(None, [shared])) != base
+
+
+ONLY_SHOWN = {"check.py", "launch/preflight.py"}
+"""Their reading a key gives it no effect on a run."""
+REFUSED_WHEN_CHANGED = {
+    "mode": "colocated",
+    "launcher": "ray",
+    "data.eval": "rev4",
+    "eval.every": "1",
+    "eval.temperature": "1.0",
+    "eval.num_samples": "2",
+    "rollout.engine": "transformers",
+    "rollout.top_p": "0.9",
+    "rollout.top_k": "5",
+    "learner.minibatches": "2",
+    "learner.epochs": "2",
+    "weight_sync.transport": "nccl",
+    "weight_sync.verify": "none",
+    "weight_sync.kv_on_update": "reset",
+    "stream.insecure": "true",
+    "stream.keys_dir": "keys",
+    "timeouts.ready_s": "5",
+    "checkpoint.every": "1",
+    "checkpoint.keep": "1",
+    "run.trackers": "[wandb]",
+}
+
+
+def leaves(table: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """(dotted key, the table it is in) of every key that is not a table."""
+    for name, field in table.model_fields.items():
+        nested = list(_tables(field.annotation))
+        for inner in nested:
+            yield from leaves(inner, f"{path}{name}.")
+        if not nested:
+            yield path + name, table
+
+
+def names_in(source: str) -> tuple[set[tuple[str, str]], set[str]]:
+    """The (owner, attribute) pairs that are read, as in `config.rollout.stop` -> (rollout, stop); all names."""
+    pairs, names = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = node.value
+            name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+            pairs.add((name.lstrip("_"), node.attr))
+    return pairs, names
+
+
+def test_every_key_has_an_effect_or_is_refused_when_it_is_changed():
+    # Mutation: add a key to any table that nothing reads -> it is listed here. Stop reading one
+    # (learner.warmup_versions, say) -> the same.
+    package = ROOT / "asyncrl"
+    sources = [
+        names_in(path.read_text())
+        for path in package.rglob("*.py")
+        if path.relative_to(package).as_posix() not in {"config.py", *ONLY_SHOWN}
+    ]
+
+    def is_read(key: str, table: type[BaseModel]) -> bool:
+        owner, _, leaf = f"config.{key}".rpartition(".")
+        owner = owner.rpartition(".")[2]
+        return any(
+            (owner, leaf) in pairs or (table.__name__ in names and any(leaf == attr for _, attr in pairs))
+            for pairs, names in sources
+        )
+
+    unread = {key for key, table in leaves(Config) if not is_read(key, table)}
+    tags = {key for key in unread if key.endswith(".type")}  # isinstance tells these tables apart
+    assert unread - tags == set(REFUSED_WHEN_CHANGED)
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED_WHEN_CHANGED.items())
+def test_a_key_without_effect_cannot_be_changed(key: str, value: str):
+    # Mutation: drop the key's validator -> the value is taken and ignored.
+    with pytest.raises(ConfigError, match=rf"^{key}: "):
+        load_config(None, [f"{key}={value}"])

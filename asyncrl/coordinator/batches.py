@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrl.coordinator.staleness import FinishedGroup, OverAge
+from asyncrl.coordinator.staleness import FinishedGroup, OverAge, oldest_trained_version
 from asyncrl.types import Plan, Shard, Status, Trajectory, TrajectoryGroup
 
 
@@ -38,14 +38,15 @@ def mask_group(
 
     Rewards and lengths keep the whole trajectory. The arrays of `group` are not written to.
     """
+    oldest = oldest_trained_version(batch_index=batch_index, max_staleness=max_staleness, over_age=over_age)
     trajectories: list[Trajectory] = []
     num_masked = 0
     for trajectory in group.trajectories:
         loss_mask = trajectory.loss_mask
         if trajectory.status is not Status.SCORED:
             loss_mask = np.zeros_like(loss_mask)
-        elif over_age == "mask":
-            too_old = batch_index - trajectory.policy_versions > max_staleness
+        else:
+            too_old = trajectory.policy_versions < oldest
             num_masked += int(loss_mask[too_old].sum())
             loss_mask = np.where(too_old, np.uint8(0), loss_mask)
         trajectories.append(replace(trajectory, loss_mask=loss_mask))

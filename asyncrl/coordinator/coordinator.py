@@ -23,7 +23,7 @@ import time
 from asyncrl.config import Config
 from asyncrl.coordinator.learner_side import LearnerSide
 from asyncrl.coordinator.ledger import Ledger
-from asyncrl.coordinator.mailbox import Mailbox
+from asyncrl.coordinator.mailbox import Mailbox, Refusal
 from asyncrl.coordinator.server_side import ServerSide
 from asyncrl.coordinator.staleness import OverAge, Pacing
 from asyncrl.coordinator.status import RunStatus
@@ -58,7 +58,9 @@ class Coordinator:
         over_age: OverAge = "keep" if config.over_age == "keep" else "mask"  # the only two that are built
         self._ledger = Ledger(pacing, over_age)
         self._server_side = ServerSide(config, dataset, mailbox, self._ledger, self.status, directory)
-        self._learner_side = LearnerSide(config, mailbox, self._ledger, self.status, directory)
+        self._learner_side = LearnerSide(
+            config, mailbox, self._ledger, self.status, directory, num_rows=len(dataset)
+        )
         self._departed = asyncio.Event()
 
     async def run(self) -> None:
@@ -67,7 +69,8 @@ class Coordinator:
             async with asyncio.TaskGroup() as tasks:
                 serving = [tasks.create_task(self._serve()), tasks.create_task(self._keep_deadlines())]
                 await self.ending.wait()
-                await self._say_goodbye()
+                # A task, so that the group's first exception is the first in time (errors.first_cause).
+                await tasks.create_task(self._say_goodbye())
                 for task in serving:
                     task.cancel()
         except BaseExceptionGroup as group:
@@ -84,32 +87,38 @@ class Coordinator:
         while True:
             peer, received = await self._mailbox.recv()
             try:
-                if isinstance(received, WireError):
-                    raise received
-                await self._take(peer, received)
-            except SequenceGap as error:
-                await self._lost_messages(peer, error)
+                refusal = received if isinstance(received, Refusal) else None
+                if not isinstance(received, Refusal):
+                    await self._take(peer, received)
             except WireError as error:
-                await self._server_side.refuse(peer, error)
-            await self._learner_side.form_batches()
-            if not self.ending.is_set():
+                refusal = Refusal(error)
+            if refusal is not None and isinstance(refusal.error, SequenceGap):
+                await self._lost_messages(peer, refusal.error)
+            elif refusal is not None:
+                await self._server_side.refuse(peer, refusal)
+            if self.ending.is_set():
+                self._see_who_is_left()
+            else:
+                await self._learner_side.form_batches()
                 await self._server_side.lease()
 
     async def _take(self, peer: bytes, received: Received) -> None:
         servers, ranks = self._server_side.servers, self._learner_side.ranks
         match received.body:
+            case ServerHello() if self.ending.is_set():
+                await self._mailbox.tell(peer, Stop(""))
+                self._mailbox.forget(peer)
             case ServerHello() as hello:
                 await self._server_side.take_in(peer, hello)
             case RankHello() as hello:
                 await self._learner_side.take_in(peer, hello)
-            case Failed() as failed:
+            case Failed() as failed if self._learner_side.rank_of(peer) is not None:
                 raise PeerLost(f"{failed.traceback}\n{received.header.sender} failed: {failed.error}")
             case Bye():
                 self._let_go(peer)
             case _ if peer in servers:
                 servers[peer].last_heard_s = time.monotonic()
                 await self._server_side.take(servers[peer], received)
-                servers[peer].num_refused = 0
             case VersionAnnounced() as announced if peer == ranks.get(0):
                 await self._learner_side.announced(announced)
             case VersionPublished() as published if peer == ranks.get(0):
@@ -118,7 +127,8 @@ class Coordinator:
                 if self._learner_side.reported(report, self._server_metrics()):
                     self.ending.set()
             case body:
-                await self._mailbox.send(peer, Stop("the coordinator has given this process up"))
+                await self._mailbox.tell(peer, Stop("the coordinator does not know this process (any more)"))
+                self._mailbox.forget(peer)
                 raise WireError(f"{received.header.sender} sent {type(body).__name__} out of turn")
 
     async def _lost_messages(self, peer: bytes, gap: SequenceGap) -> None:
@@ -127,12 +137,16 @@ class Coordinator:
             await self._server_side.give_up(self._server_side.servers[peer], str(gap))
         elif peer in self._learner_side.ranks.values():
             raise PeerLost(f"a learner rank's messages were lost: {gap}")
+        else:
+            self.status.counts["messages_refused"] += 1
 
     def _let_go(self, peer: bytes) -> None:
         if peer in self._server_side.servers:
-            self._server_side.let_go(peer)
+            self._server_side.let_go(peer, expected=self.ending.is_set())
         else:
             self._learner_side.let_go(peer)
+
+    def _see_who_is_left(self) -> None:
         if not self._learner_side.ranks and not len(self._server_side.servers):
             self._departed.set()
 
@@ -150,8 +164,10 @@ class Coordinator:
         while True:
             await asyncio.sleep(self._timeouts.heartbeat_s / 3)
             await self._server_side.give_up_the_lost(time.monotonic())
-            await self._server_side.lease()
-            if not self.ending.is_set():
+            if self.ending.is_set():
+                self._see_who_is_left()
+            else:
+                await self._server_side.lease()
                 self._check_progress()
 
     def _check_progress(self) -> None:
@@ -181,6 +197,7 @@ class Coordinator:
         """Everyone is told, and has time to leave: the learner may still be exporting the model."""
         self.status.phase = "ending"
         await self.stop_peers("")
+        self._see_who_is_left()
         limit_s = self._timeouts.shutdown_s + self._timeouts.collective_s
         try:
             async with asyncio.timeout(limit_s):

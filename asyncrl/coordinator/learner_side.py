@@ -36,7 +36,10 @@ class LearnerSide:
         ledger: Ledger,
         status: RunStatus,
         directory: RunDirectory,
+        *,
+        num_rows: int,
     ) -> None:
+        """`num_rows`: of the data set; an epoch is so many ordinals."""
         self.ranks: dict[int, bytes] = {}
         self.version = -1
         """Newest announced version; -1 before the first."""
@@ -45,6 +48,7 @@ class LearnerSide:
         self._ledger = ledger
         self._status = status
         self._directory = directory
+        self._num_rows = num_rows
         self._formed: dict[int, tuple[dict[str, float], list[TrajectoryGroup]]] = {}
 
     async def take_in(self, peer: bytes, hello: RankHello) -> None:
@@ -58,6 +62,9 @@ class LearnerSide:
             )
         self.ranks[hello.rank] = peer
         await self._mailbox.send(peer, RankWelcome())
+
+    def rank_of(self, peer: bytes) -> int | None:
+        return next((rank for rank, known in self.ranks.items() if known == peer), None)
 
     async def announced(self, announced: VersionAnnounced) -> None:
         """Recorded before any server can have committed it: no token comes from the future."""
@@ -96,14 +103,15 @@ class LearnerSide:
         metrics = {
             "training/global_step": float(version),
             "training/policy_version": float(version),
-            "training/epoch": float(self._status.epoch),
+            "training/epoch": float(max(group.ordinal for group in groups) // self._num_rows),
             **of_batch,
             **report.metrics,
             "timing_s/step": step_s,
             "timing_s/gen": _mean_generation_s(groups),
             "perf/throughput": num_tokens / step_s / num_processes,
             "perf/total_num_tokens": float(num_tokens),
-            "idle/learner": report.metrics["timing_s/wait"] / step_s,
+            # The wait may have begun before the clock of the first version: while the engine started.
+            "idle/learner": min(1.0, report.metrics["timing_s/wait"] / step_s),
             **of_servers,
             **self._status.weight_sync_metrics(),
             **{f"counts/{name}": float(n) for name, n in self._status.counts.items()},
@@ -122,12 +130,8 @@ class LearnerSide:
         self._mailbox.forget(peer)
 
     async def stop_all(self, error: str) -> None:
-        """Best effort: a rank that is gone cannot be told."""
         for peer in self.ranks.values():
-            try:
-                await self._mailbox.send(peer, Stop(error))
-            except PeerLost:
-                self._status.counts["sends_failed"] += 1
+            await self._mailbox.tell(peer, Stop(error))
 
     def _mask(self, index: int, group: TrajectoryGroup) -> MaskedGroup:
         return mask_group(

@@ -20,6 +20,9 @@ from asyncrl.coordinator.batches import describe_finished
 from asyncrl.coordinator.staleness import FinishedGroup, OverAge, Pacing, can_lease, choose_batch
 from asyncrl.types import TrajectoryGroup
 
+MAX_REFUSALS = 3
+"""The same request samples the same tokens, so a result that was refused so often will be again."""
+
 
 class Verdict(Enum):
     """What became of a group that arrived."""
@@ -74,6 +77,9 @@ class Ledger:
         self._finished: dict[int, TrajectoryGroup] = {}
         self._described: dict[int, FinishedGroup] = {}
         self._lost: list[int] = []
+        self._refusals: Counter[int] = Counter()
+        self.num_untrainable_in_a_row = 0
+        """Groups consumed without training since the last one that can train."""
         self._next_ordinal = 0
 
     @property
@@ -132,6 +138,7 @@ class Ledger:
         if described.newest_trainable_version is None:
             self._consume_untrainable(ordinal)
         else:
+            self.num_untrainable_in_a_row = 0
             self._finished[ordinal] = group
             self._described[ordinal] = described
         return Verdict.ACCEPTED
@@ -143,6 +150,23 @@ class Ledger:
             self._by_server[lease.server].discard(ordinal)
             heapq.heappush(self._lost, ordinal)
             self.counts["leases_lost"] += 1
+
+    def refuse(self, ordinal: int, server: bytes) -> bool:
+        """The server's result of this ordinal was not fit to read. Leased anew, but not for ever.
+
+        Returns whether the ordinal is given up: consumed without training after MAX_REFUSALS.
+        """
+        if ordinal not in self._by_server.get(server, ()):
+            return False
+        self.lose([ordinal])
+        self._refusals[ordinal] += 1
+        if self._refusals[ordinal] < MAX_REFUSALS:
+            return False
+        self._lost.remove(ordinal)
+        heapq.heapify(self._lost)
+        del self._refusals[ordinal]
+        self._consume_untrainable(ordinal)
+        return True
 
     def lose_server(self, server: bytes) -> list[int]:
         """Takes back every lease of a server that is gone. Returns their ordinals."""
@@ -182,3 +206,4 @@ class Ledger:
     def _consume_untrainable(self, ordinal: int) -> None:
         self.consumed.add(ordinal)
         self.counts["groups_untrainable"] += 1
+        self.num_untrainable_in_a_row += 1

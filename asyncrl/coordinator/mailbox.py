@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
-from asyncrl.errors import WireError
+from asyncrl.errors import PeerLost, WireError
 from asyncrl.stream.codec import Limits, Received, decode
 from asyncrl.stream.envelope import Envelope, SequenceCheck
-from asyncrl.stream.messages import AnyMessage, RankHello, ServerHello
+from asyncrl.stream.messages import AnyMessage, GroupFinished, Header, RankHello, ServerHello
 from asyncrl.stream.sockets import Listener
 from asyncrl.types import Int32, TrajectoryGroup
+
+
+@dataclass(slots=True, frozen=True)
+class Refusal:
+    """A message that breaks the schema."""
+
+    error: WireError
+    group: tuple[int, int] | None = None
+    """(ordinal, redraw) when it was a finished group."""
 
 
 class Mailbox:
@@ -27,13 +38,21 @@ class Mailbox:
         """What `--connect` takes."""
         return self._listener.address
 
-    async def recv(self) -> tuple[bytes, Received | WireError]:
+    async def recv(self) -> tuple[bytes, Received | Refusal]:
         """The next message, or why it was refused."""
         peer, frames = await self._listener.recv()
+        group: tuple[int, int] | None = None
+
+        def look_at(header: Header) -> None:
+            nonlocal group
+            self._sequences.check(header)
+            if isinstance(header.body, GroupFinished):
+                group = header.body.group.ordinal, header.body.group.redraw
+
         try:
-            received = decode(frames, self.limits, peer=peer, on_header=self._sequences.check)
+            received = decode(frames, self.limits, peer=peer, on_header=look_at)
         except WireError as error:
-            return peer, error
+            return peer, Refusal(error, group)
         if isinstance(received.body, ServerHello | RankHello):  # a peer that starts anew counts anew
             self._envelopes[peer] = Envelope(
                 "coordinator",
@@ -54,6 +73,11 @@ class Mailbox:
         envelope = self._envelopes.get(peer)
         if envelope is not None:
             await self._listener.send(peer, envelope.seal(body, groups, prompt_ids))
+
+    async def tell(self, peer: bytes, body: AnyMessage) -> None:
+        """`send` to a peer that may be gone already, and need not hear it."""
+        with suppress(PeerLost):
+            await self.send(peer, body)
 
     def forget(self, peer: bytes) -> None:
         """A peer that left or was given up."""

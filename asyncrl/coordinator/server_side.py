@@ -7,17 +7,18 @@ import time
 from asyncrl.config import Config
 from asyncrl.config_file import shared_digest
 from asyncrl.coordinator.ledger import LeaseRecord, Ledger, Verdict
-from asyncrl.coordinator.mailbox import Mailbox
+from asyncrl.coordinator.mailbox import Mailbox, Refusal
 from asyncrl.coordinator.order import place, request_seed
 from asyncrl.coordinator.servers import Servers, ServerState
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.envs.dataset import Dataset
-from asyncrl.errors import PeerLost, WireError
+from asyncrl.errors import PeerLost, RewardError, WireError
 from asyncrl.run_directory import RunDirectory
 from asyncrl.stream.codec import Received
 from asyncrl.stream.messages import (
     Acknowledged,
     AnyMessage,
+    Failed,
     GroupFinished,
     Heartbeat,
     Lease,
@@ -25,11 +26,15 @@ from asyncrl.stream.messages import (
     ServerWelcome,
     Stop,
     VersionCommitted,
+    VersionRefused,
     WeightsOffer,
 )
-from asyncrl.types import Int32, TrajectoryGroup
+from asyncrl.stream.sizes import max_group_bytes
+from asyncrl.types import Int32, Status, Trajectory, TrajectoryGroup
 
 MAX_REFUSED_IN_A_ROW = 5
+MAX_UNTRAINABLE_BATCHES = 4
+"""A run whose last groups, so many batches of them, had nothing to train is ended."""
 
 
 class ServerSide:
@@ -44,7 +49,7 @@ class ServerSide:
         status: RunStatus,
         directory: RunDirectory,
     ) -> None:
-        self.servers = Servers(config.timeouts)
+        self.servers = Servers(config.timeouts, max_group_bytes(config))
         self.num_new_tokens = 0
         """Completion tokens accepted since the learner's last step."""
         self._config = config
@@ -54,19 +59,24 @@ class ServerSide:
         self._status = status
         self._directory = directory
         self._offer: WeightsOffer | None = None
+        self._last_detail = ""
 
     async def take_in(self, peer: bytes, hello: ServerHello) -> None:
         """Welcomes a server and offers it the newest version; refuses one with another configuration."""
+        if peer in self.servers:  # it starts anew under its old name
+            await self.give_up(self.servers[peer], "it said Hello again")
         digest = shared_digest(self._config)
         if hello.config_digest != digest:
             self._status.counts["servers_refused"] += 1
-            await self._mailbox.send(
+            self._status.note(f"refused rollout server {hello.host}:{hello.pid}: another configuration")
+            await self._mailbox.tell(
                 peer,
                 Stop(
                     f"the rollout server's configuration (digest {hello.config_digest}) differs from the "
                     f"learner's ({digest}); start both with the same file and overrides"
                 ),
             )
+            self._mailbox.forget(peer)
             return
         self._status.counts["servers_joined"] += 1
         server = self.servers.join(peer, hello, time.monotonic())
@@ -86,6 +96,11 @@ class ServerSide:
                 server.version = committed.version
                 self._directory.append_spans(server.name, committed.spans)
                 self._status.record_commit(committed.version, committed.spans)
+            case VersionRefused(version, error):
+                self._status.counts["versions_refused"] += 1
+                self._status.note(f"rollout server {server.name} could not take version {version}: {error}")
+            case Failed() as failed:
+                await self.give_up(server, failed.error)
             case body:
                 raise WireError(f"{server.name} sent {type(body).__name__}, which is not for it to send")
 
@@ -99,7 +114,7 @@ class ServerSide:
         """Grants leases while pacing and credits allow, the least busy server first."""
         while granted := self._next_lease():
             server, lease = granted
-            self._status.epoch, row = place(self._config.seed, lease.ordinal, len(self._dataset))
+            _, row = place(self._config.seed, lease.ordinal, len(self._dataset))
             seeds = [
                 request_seed(self._config.seed, lease.ordinal, sample, lease.redraw)
                 for sample in range(self._config.rollout.group_size)
@@ -116,36 +131,47 @@ class ServerSide:
                 return server, lease
         return None
 
-    async def refuse(self, peer: bytes, error: WireError) -> None:
+    async def refuse(self, peer: bytes, refusal: Refusal) -> None:
         """Counts a message that breaks the schema; a server that keeps sending them is given up."""
         self._status.counts["messages_refused"] += 1
-        self._status.note(f"refused a message: {error}")
-        if peer in self.servers:
-            server = self.servers[peer]
-            server.num_refused += 1
-            if server.num_refused >= MAX_REFUSED_IN_A_ROW:
-                await self.give_up(server, f"{server.num_refused} refused messages in a row: {error}")
+        self._status.note(f"refused a message: {refusal.error}")
+        if peer not in self.servers:
+            return
+        server = self.servers[peer]
+        server.num_refused += 1
+        if refusal.group is not None:
+            ordinal, redraw = refusal.group
+            if self._ledger.refuse(ordinal, peer):
+                self._status.note(f"group {ordinal} is left out: its results were refused again and again")
+            self._count_leases(server)
+            await self._send(server, Acknowledged([(ordinal, redraw)]))  # so that its sender forgets it
+        if server.num_refused >= MAX_REFUSED_IN_A_ROW:
+            await self.give_up(server, f"{server.num_refused} refused messages in a row: {refusal.error}")
 
     async def give_up(self, server: ServerState, reason: str) -> None:
         """The server is lost: its leases go to others."""
+        if server.peer not in self.servers:
+            return
         self._status.counts["servers_lost"] += 1
         lost = self._forget(server)
         self._status.note(f"lost rollout server {server.name}: {reason}; {len(lost)} groups are leased anew")
-        await self._send(server, Stop(reason))
+        await self._mailbox.tell(server.peer, Stop(reason))
         self._mailbox.forget(server.peer)
 
-    def let_go(self, peer: bytes) -> None:
+    def let_go(self, peer: bytes, *, expected: bool) -> None:
         """The server said Bye."""
         server = self.servers[peer]
         lost = self._forget(server)
         self._mailbox.forget(peer)
-        self._status.note(f"rollout server {server.name} left; {len(lost)} groups are leased anew")
+        if not expected:
+            self._status.note(f"rollout server {server.name} left; {len(lost)} groups are leased anew")
 
     async def give_up_the_lost(self, now_s: float) -> None:
         """Gives up servers that are silent, or whose engine stands still, past their deadlines."""
         timeouts = self._config.timeouts
         for server in self.servers.silent(now_s):
-            await self.give_up(server, f"silent for timeouts.heartbeat_s = {timeouts.heartbeat_s:g} s")
+            reason = f"silent for timeouts.heartbeat_s = {timeouts.heartbeat_s:g} s"
+            await self.give_up(server, reason if server.is_connected else "its connection broke")
         for server in self.servers.stalled(now_s):
             await self.give_up(server, f"no engine step for timeouts.lease_s = {timeouts.lease_s:g} s")
 
@@ -160,9 +186,31 @@ class ServerSide:
         if verdict is Verdict.UNKNOWN:
             raise WireError(f"{server.name} sent group {group.ordinal}, which was never leased")
         if verdict is Verdict.ACCEPTED:
+            server.num_refused = 0
             self._directory.append_spans(server.name, group.spans)
             self.num_new_tokens += sum(len(t) for t in group.trajectories)
-            self._status.counts.update(f"trajectories_{t.status}" for t in group.trajectories)
+            for trajectory in group.trajectories:
+                self._count_rollout(trajectory)
+            self._check_rewards()
+
+    def _count_rollout(self, trajectory: Trajectory) -> None:
+        """Failed rewards are shown as well as counted: the 1st, the 10th, the 100th of each kind ..."""
+        name = f"trajectories_{trajectory.status}"
+        self._status.counts[name] += 1
+        count = self._status.counts[name]
+        if trajectory.status is not Status.SCORED:
+            self._last_detail = trajectory.detail
+            if str(count).strip("0") == "1":
+                self._status.note(f"{trajectory.status} ({count} so far): {trajectory.detail}")
+
+    def _check_rewards(self) -> None:
+        """Raises RewardError when nothing can be trained any more, instead of drawing prompts for ever."""
+        limit = MAX_UNTRAINABLE_BATCHES * self._config.learner.prompts_per_batch
+        if self._ledger.num_untrainable_in_a_row >= limit:
+            raise RewardError(
+                f"{limit} groups in a row have no token to train; the last rollout without a reward says: "
+                f"{self._last_detail or 'nothing'}"
+            )
 
     def _find_missing_leases(self, server: ServerState, heartbeat: Heartbeat) -> None:
         """A lease that two heartbeats in a row do not list is lost (one may have crossed it on the way)."""
@@ -186,4 +234,5 @@ class ServerSide:
             await self._mailbox.send(server.peer, body, prompt_ids=prompt_ids)
         except PeerLost:
             self._status.counts["sends_failed"] += 1
+            server.is_connected = False
             server.last_heard_s = float("-inf")

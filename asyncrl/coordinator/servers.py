@@ -21,13 +21,15 @@ class ServerState:
     max_groups_in_flight: int
     last_heard_s: float
     last_step_s: float
-    """When its engine's step counter last advanced, or it stated another reason for standing still."""
+    """When its engine's step counter last advanced, or what it is doing last changed."""
     engine_steps: int = 0
     state: str = "idle"
+    is_connected: bool = True
+    """False once a message to it found nobody."""
     version: int | None = None
     """Last version it echoed as committed; None before its cold sync."""
     num_refused: int = 0
-    """Messages of it in a row that broke the schema."""
+    """Messages of it that broke the schema since its last good group."""
     num_leases: int = 0
     leased_s: float = 0.0
     """Time since it joined during which it held a lease."""
@@ -46,10 +48,13 @@ class ServerState:
 class Servers:
     """The registry of connected rollout servers."""
 
-    def __init__(self, timeouts: TimeoutsConfig) -> None:
+    def __init__(self, timeouts: TimeoutsConfig, group_bytes: int) -> None:
+        """`group_bytes`: the most that the arrays of one group take; turns byte credits into groups."""
         self._timeouts = timeouts
+        self._group_bytes = group_bytes
         self._states: dict[bytes, ServerState] = {}
         self._departed_s = 0.0, 0.0
+        self._reported_s = 0.0, 0.0
 
     def __len__(self) -> int:
         return len(self._states)
@@ -67,7 +72,7 @@ class Servers:
         state = ServerState(
             peer,
             f"{hello.host}:{hello.pid}",
-            hello.max_groups_in_flight,
+            max(1, min(hello.max_groups_in_flight, hello.max_unacknowledged_bytes // self._group_bytes)),
             last_heard_s=now_s,
             last_step_s=now_s,
             lease_clock_s=now_s,
@@ -85,7 +90,7 @@ class Servers:
 
     def heartbeat(self, peer: bytes, heartbeat: Heartbeat, now_s: float) -> None:
         state = self._states[peer]
-        if heartbeat.engine_steps != state.engine_steps or heartbeat.state != "generating":
+        if heartbeat.engine_steps != state.engine_steps or heartbeat.state != state.state:
             state.last_step_s = now_s
         state.engine_steps = heartbeat.engine_steps
         state.state = heartbeat.state
@@ -102,15 +107,27 @@ class Servers:
         return [s for s in self._states.values() if s.last_heard_s < deadline_s]
 
     def stalled(self, now_s: float) -> list[ServerState]:
-        """Servers that hold leases while their engine makes no step for `timeouts.lease_s`."""
-        deadline_s = now_s - self._timeouts.lease_s
-        return [s for s in self._states.values() if s.num_leases and s.last_step_s < deadline_s]
+        """Servers that hold leases and stand still past the deadline of what they say they are doing."""
+        deadlines_s = {
+            "generating": self._timeouts.lease_s,
+            "rewarding": self._timeouts.lease_s + self._timeouts.reward_s,
+            "applying": self._timeouts.sync_s,
+            "paused": self._timeouts.sync_s,
+        }
+        return [
+            s
+            for s in self._states.values()
+            if s.num_leases and now_s - s.last_step_s > deadlines_s.get(s.state, self._timeouts.lease_s)
+        ]
 
     def idle_share(self, now_s: float) -> float:
-        """Share of the servers' time, since they joined, in which they held no lease."""
+        """Share of the servers' time, since this was last asked, in which they held no lease."""
         leased_s, total_s = self._departed_s
         for state in self._states.values():
             state.count_leases(state.num_leases, now_s)
             leased_s += state.leased_s
             total_s += now_s - state.joined_s
-        return 1.0 - leased_s / total_s if total_s else 0.0
+        before_leased_s, before_total_s = self._reported_s
+        self._reported_s = leased_s, total_s
+        elapsed_s = total_s - before_total_s
+        return 1.0 - (leased_s - before_leased_s) / elapsed_s if elapsed_s > 0 else 0.0

@@ -18,7 +18,6 @@ class RunStatus:
     phase: str = "starting"
     """starting | training | ending"""
     version: int = 0
-    epoch: int = 0
     recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=100))
     """Metrics of the newest versions, the newest last."""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=100))
@@ -61,9 +60,12 @@ class RunStatus:
         self._committed = {f"weight_sync/{span.name}_s": span.end_s - span.start_s for span in spans}
 
     def weight_sync_metrics(self) -> dict[str, float]:
-        """Of the newest publish and the newest commit: seconds of each part, bytes, and bytes over total."""
+        """Of the newest publish and the newest commit: seconds of each part, bytes, and bytes over total.
+
+        The commit may be of the version before: the next one is still on its way when a version is reported.
+        """
         metrics = self._published | self._committed
-        parts = ("publish", "verify", "pause", "apply")
+        parts = ("publish", "verify", "pause")  # a pause contains its apply
         total_s = sum(metrics.get(f"weight_sync/{part}_s", 0.0) for part in parts)
         if not self._committed or not total_s:
             return metrics

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.config import DataConfig
 from asyncrl.envs.rows import check_rows, from_generator, generate_rows, read_jsonl
 from asyncrl.envs.tasks import TASKS
-from asyncrl.envs.user_code import did_you_mean, one_line
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.envs.user_code import did_you_mean
+from asyncrl.errors import ConfigError, DataError, one_line
 from asyncrl.types import Int32
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from asyncrl.types import Float32, Int32, Prompt, Status, Trajectory
+from asyncrl.types import MAX_DETAIL_CHARACTERS, Float32, Int32, Prompt, Status, Trajectory
 
 
 class SampledCompletion(Protocol):
@@ -71,7 +71,7 @@ class SingleTurnEnv:
         text = self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         assert isinstance(text, str)
         if completion.finish_reason == "abort":
-            outcome = RewardOutcome(None, Status.ABORTED)
+            outcome = RewardOutcome(None, Status.ABORTED, "the engine ended the request without finishing it")
         else:
             outcome = await score(text, prompt.row)
         return Trajectory(
@@ -83,4 +83,5 @@ class SingleTurnEnv:
             status=outcome.status,
             finish_reason=completion.finish_reason,
             text=text,
+            detail=outcome.detail[:MAX_DETAIL_CHARACTERS],
         )

@@ -22,8 +22,7 @@ import msgpack
 
 from asyncrl.envs.env import RewardOutcome
 from asyncrl.envs.reward_worker import LENGTH_BYTES, pack
-from asyncrl.envs.user_code import one_line
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, one_line
 from asyncrl.types import Status
 
 START_TIMEOUT_S = 60.0

@@ -22,13 +22,11 @@ from typing import Any, BinaryIO
 import msgpack
 
 from asyncrl.envs.rewards import Reward, resolve_reward
-from asyncrl.envs.user_code import one_line
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.types import MAX_ABS_REWARD
 
 PR_SET_PDEATHSIG = 1
 LENGTH_BYTES = 4
-MAX_REWARD = 3.4e38
-"""Rewards are float32 in the learner; a larger one would become infinite there."""
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -60,8 +58,10 @@ def score(reward: Reward, completion: str, row: dict[str, Any]) -> dict[str, Any
         number = float("nan") if isinstance(value, str | bytes) else float(value)
     except Exception as error:
         return {"error": one_line(error)}
-    if not math.isfinite(number) or abs(number) > MAX_REWARD:
+    if not math.isfinite(number):
         return {"error": f"the reward returned {value!r:.200}, not a finite number"}
+    if abs(number) > MAX_ABS_REWARD:
+        return {"error": f"the reward returned {value!r:.200}, more than {MAX_ABS_REWARD:g} in size"}
     return {"reward": number}
 
 

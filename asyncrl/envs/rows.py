@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import DataConfig
-from asyncrl.envs.user_code import import_function, one_line
-from asyncrl.errors import DataError
+from asyncrl.envs.user_code import import_function
+from asyncrl.errors import DataError, one_line
 
 Located = tuple[str, object]
 """Where a row was found, and the row."""

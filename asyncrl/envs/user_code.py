@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, one_line
 
 
 def import_function(spec: str, key: str) -> Callable[..., Any]:
@@ -41,8 +41,3 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest choice, else an empty string."""
     close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as `Type: message` on one line of at most 500 characters."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config import Config
 from asyncrl.config_file import shared_digest
-from asyncrl.errors import PeerLost
+from asyncrl.errors import PeerLost, one_line
 from asyncrl.launch.child import ChildSpec
 from asyncrl.launch.prepare import message_limits
 from asyncrl.learner.loop import LearnerLoop
@@ -48,7 +48,7 @@ def serve_rank(config: Config, spec: ChildSpec) -> None:
         except PeerLost:
             raise
         except Exception as error:
-            connection.send(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+            connection.send(Failed(one_line(error), traceback.format_exc()))
             raise
 
 

@@ -39,16 +39,20 @@ def check_length(model_path: Path, num_tokens: int) -> None:
         )
 
 
-def count_parameters(model_path: Path) -> int:
-    """Parameters in the folder's safetensors files (tied ones once), from their headers alone."""
-    total = 0
+def read_tensor_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes in the folder's safetensors files (tied tensors once), from their headers alone.
+
+    Raises ConfigError when there are none: asyncrl reads weights in no other format.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(model_path.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                count = 1
-                for extent in tensor["shape"]:
-                    count *= extent
-                total += count
-    return total
+        try:
+            with file.open("rb") as stream:
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            header.pop("__metadata__", None)
+            shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"model: {file} is not a safetensors file ({error}); fetch it again") from error
+    if not shapes:
+        raise ConfigError(f"model: {model_path} holds no *.safetensors; save its weights in that format")
+    return shapes

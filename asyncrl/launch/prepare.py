@@ -1,18 +1,19 @@
-"""Everything that can be wrong with a configuration, looked at before any process of the run starts."""
+"""From a configuration to one that can run: everything checked, the model brought, the data tokenised."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.envs.dataset import Dataset, load_rows, load_tokenizer, tokenize
-from asyncrl.envs.rewards import check_answers, resolve_reward
+from asyncrl.envs.dataset import Dataset
 from asyncrl.errors import ConfigError
-from asyncrl.launch.model_facts import check_length, read_vocab_size
-from asyncrl.launch.resources import Placements, available_cores, count_gpus, place_processes
+from asyncrl.launch.model_facts import read_vocab_size
+from asyncrl.launch.preflight import check_config, check_model
+from asyncrl.launch.resources import ROLES, Placements
 from asyncrl.stream.codec import Limits
 
 
@@ -28,17 +29,15 @@ class Prepared:
     """cpu | cuda"""
 
 
-async def prepare(config: Config) -> Prepared:
-    """Checks resources, reward and data, and brings the model. Raises ConfigError or DataError."""
-    num_gpus = count_gpus(config)
-    placements = place_processes(config, cores=available_cores(), num_gpus=num_gpus)
-    resolve_reward(config.reward, config.data.answer_key)
-    rows = load_rows(config.data, config.seed)
-    check_answers(config.reward, rows, config.data.answer_key, config.data.train)
+async def prepare(config: Config, start: Collection[str] = ROLES) -> Prepared:
+    """Asks what `asyncrl check` asks, and brings the model. Raises ConfigError or DataError.
+
+    `start`: the roles whose processes this launcher starts; the others need no devices here.
+    """
+    examined = check_config(config, start)
     model_path = await fetch_model(config.model)
-    check_length(model_path, config.data.max_prompt_tokens + config.rollout.max_completion_tokens)
-    dataset = tokenize(rows, config.data, load_tokenizer(model_path))
-    return Prepared(config, model_path, dataset, placements, "cuda" if num_gpus else "cpu")
+    dataset = check_model(examined, model_path)
+    return Prepared(config, model_path, dataset, examined.placements, examined.device)
 
 
 async def fetch_model(name: str) -> Path:

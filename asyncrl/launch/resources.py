@@ -1,22 +1,28 @@
-"""Which process runs on which cores and devices. Pure: `asyncrl check` prints what the launcher does."""
+"""Which process runs on which cores and devices. Pure but for `available_cores` and `visible_gpus`.
+
+The launcher places processes by it, `asyncrl check` prints what it would do.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 
+ROLES = ("learner", "rollout-server")
+"""The roles whose processes a launcher starts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one process gets. The coordinator shares the rollout servers' cores."""
+    """What one process gets."""
 
     cores: tuple[int, ...]
-    gpus: tuple[int, ...] = ()
-    """Empty on a CPU."""
+    gpus: tuple[str, ...] = ()
+    """Entries of this node's own CUDA_VISIBLE_DEVICES: numbers or UUIDs. Empty on a CPU."""
 
     def environment(self) -> dict[str, str]:
         """Thread counts and devices, set before the process imports torch.
@@ -24,80 +30,130 @@ class Placement:
         Idle OpenMP threads must not spin: with more busy threads than cores a step takes five times as long.
         """
         threads = str(len(self.cores))
-        variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-        if self.gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
-        return variables
+        return {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),  # empty: none at all
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """A placement for every process that one node runs."""
+    """A placement for every process that this launcher starts."""
 
     learner: tuple[Placement, ...]
     rollout_servers: tuple[Placement, ...]
 
 
-def place_processes(config: Config, *, cores: Sequence[int], num_gpus: int) -> Placements:
-    """Splits cores (and GPUs) over the roles. Raises ConfigError when a role would get none.
+def place_processes(
+    config: Config, *, cores: Sequence[int], gpus: Sequence[str], start: Collection[str] = ROLES
+) -> Placements:
+    """Places the processes of the roles in `start`. Raises ConfigError when there are too few devices.
 
-    Cores, `auto`: half to the learner, half to the rollout servers; with one core both share it. GPUs: the
-    first `num_ranks` to the learner, then `tensor_parallel_size` to each server.
+    GPUs: the first `num_ranks` to the learner, then `tensor_parallel_size` to each server.
     """
-    num_ranks, num_servers = config.learner.num_ranks, config.rollout.num_servers
-    if isinstance(config.resources.cores, dict):
-        learner_cores = config.resources.cores.get("learner", tuple(cores))
-        server_cores = config.resources.cores.get("rollout_server", tuple(cores))
-    elif not num_servers or len(cores) < 2:
-        learner_cores = server_cores = tuple(cores)
-    else:
-        half = len(cores) // 2
-        learner_cores, server_cores = tuple(cores[half:]), tuple(cores[:half])
-    gpus = _split_gpus(config, num_gpus) if num_gpus else [()] * (num_ranks + num_servers)
-    places = [*_deal(learner_cores, num_ranks), *_deal(server_cores, num_servers)]
-    placed = tuple(Placement(own, devices) for own, devices in zip(places, gpus, strict=True))
+    num_ranks = config.learner.num_ranks if "learner" in start else 0
+    num_servers = config.rollout.num_servers if "rollout-server" in start else 0
+    dealt_cores = [
+        *_deal_cores(config, "learner", cores, num_ranks),
+        *_deal_cores(config, "rollout-server", cores, num_servers),
+    ]
+    dealt_gpus = _deal_gpus(config, gpus, num_ranks, num_servers)
+    placed = tuple(Placement(*both) for both in zip(dealt_cores, dealt_gpus, strict=True))
     return Placements(placed[:num_ranks], placed[num_ranks:])
 
 
-def _split_gpus(config: Config, num_gpus: int) -> list[tuple[int, ...]]:
-    num_ranks, width = config.learner.num_ranks, config.rollout.tensor_parallel_size
-    needed = num_ranks + config.rollout.num_servers * width
-    if needed > num_gpus:
-        raise ConfigError(
-            f"resources: {num_ranks} learner ranks and {config.rollout.num_servers} rollout servers of {width} "
-            f"GPUs need {needed} GPUs, and this node has {num_gpus}; lower learner.num_ranks or "
-            "rollout.num_servers"
-        )
-    of_ranks = [(gpu,) for gpu in range(num_ranks)]
-    starts = range(num_ranks, needed, width)
-    return of_ranks + [tuple(range(start, start + width)) for start in starts]
+def place_one_server(config: Config, *, cores: Sequence[int], gpus: Sequence[str]) -> Placement:
+    """For a server that was started by hand: all the servers' cores, and the first GPUs that are visible."""
+    return Placement(cores_of(config, "rollout-server", cores), _deal_gpus(config, gpus, 0, 1)[0])
 
 
-def _deal(cores: tuple[int, ...], num_processes: int) -> list[tuple[int, ...]]:
-    """Equal runs of cores; processes share all of them when there are fewer cores than processes."""
-    if num_processes == 0:
+def cores_of(config: Config, role: str, cores: Sequence[int]) -> tuple[int, ...]:
+    """A role's share of `cores`, as the config's key resources.cores says. Raises ConfigError."""
+    if isinstance(config.resources.cores, dict):
+        key = role.replace("-", "_")
+        own = config.resources.cores.get(key, tuple(cores))
+        if missing := set(own) - set(cores):
+            raise ConfigError(
+                f"resources.cores.{key}: {sorted(missing)} cannot be used; this process may run on {list(cores)}"
+            )
+        return own
+    if not config.rollout.num_servers or len(cores) < 2:
+        return tuple(cores)
+    half = len(cores) // 2
+    return tuple(cores[half:] if role == "learner" else cores[:half])
+
+
+def _deal_cores(config: Config, role: str, cores: Sequence[int], num_processes: int) -> list[tuple[int, ...]]:
+    """Equal runs of the role's cores; all share them when there are fewer cores than processes."""
+    if not num_processes:
         return []
-    each = len(cores) // num_processes
-    if each == 0:
-        return [cores] * num_processes
-    return [cores[i * each : (i + 1) * each] for i in range(num_processes)]
+    own = cores_of(config, role, cores)
+    each = len(own) // num_processes
+    if not each:
+        return [own] * num_processes
+    return [own[i * each : (i + 1) * each] for i in range(num_processes)]
+
+
+def _deal_gpus(
+    config: Config, gpus: Sequence[str], num_ranks: int, num_servers: int
+) -> list[tuple[str, ...]]:
+    """Ranks first. On a node without GPUs every process gets none."""
+    if not gpus:
+        return [()] * (num_ranks + num_servers)
+    width = config.rollout.tensor_parallel_size
+    needed = num_ranks + num_servers * width
+    if needed > len(gpus):
+        raise ConfigError(
+            f"resources: {num_ranks} learner ranks and {num_servers} rollout servers of {width} GPUs need "
+            f"{needed} GPUs, and this node shows {len(gpus)} ({', '.join(gpus)}); lower learner.num_ranks, "
+            "rollout.num_servers or rollout.tensor_parallel_size"
+        )
+    starts = range(num_ranks, needed, width)
+    return [(gpu,) for gpu in gpus[:num_ranks]] + [tuple(gpus[i : i + width]) for i in starts]
 
 
 def available_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def count_gpus(config: Config) -> int:
-    """GPUs of this node that the config allows; looks without importing torch, which takes seconds."""
+def visible_gpus(config: Config) -> tuple[str, ...]:
+    """This node's GPUs that the config allows, as CUDA_VISIBLE_DEVICES names them.
+
+    Looks without importing torch, which takes seconds. Raises ConfigError when cuda is asked for and there
+    is none.
+    """
     if config.resources.devices == "cpu":
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = sum(1 for name in _listdir("/proc/driver/nvidia/gpus") if name)
-    num_gpus = present if visible is None else min(present, len([d for d in visible.split(",") if d.strip()]))
-    if config.resources.devices == "cuda" and not num_gpus:
-        raise ConfigError("resources.devices: cuda was asked for, and this node shows no NVIDIA GPU; use cpu")
-    return num_gpus
+        return ()
+    gpus = _visible(os.environ.get("CUDA_VISIBLE_DEVICES"), num_present=_num_gpus_present())
+    if config.resources.devices == "cuda" and not gpus:
+        raise ConfigError(
+            "resources.devices: cuda was asked for, and this node shows no NVIDIA GPU "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'is not set')}); use cpu"
+        )
+    return gpus
 
 
-def _listdir(path: str) -> list[str]:
-    return os.listdir(path) if os.path.isdir(path) else []
+def count_gpus(config: Config) -> int:
+    """How many `visible_gpus` there are."""
+    return len(visible_gpus(config))
+
+
+def _visible(variable: str | None, num_present: int) -> tuple[str, ...]:
+    """What CUDA makes of the variable: the entries before the first that names no GPU, such as -1."""
+    if variable is None or not num_present:
+        return tuple(map(str, range(num_present)))
+    gpus: list[str] = []
+    for entry in variable.split(","):
+        entry = entry.strip()
+        is_uuid = entry.startswith(("GPU-", "MIG-"))
+        if not is_uuid and not (entry.isdecimal() and int(entry) < num_present):
+            break
+        gpus.append(entry)
+    return tuple(gpus)
+
+
+def _num_gpus_present() -> int:
+    folder = "/proc/driver/nvidia/gpus"
+    return len(os.listdir(folder)) if os.path.isdir(folder) else 0

@@ -27,11 +27,10 @@ from asyncrl.launch.child import ChildSpec
 from asyncrl.launch.console import show
 from asyncrl.launch.prepare import Prepared, message_limits, prepare
 from asyncrl.launch.processes import Processes
+from asyncrl.launch.resources import ROLES
 from asyncrl.run_directory import RunDirectory, default_run_name
 from asyncrl.stream.sockets import Listener
 from asyncrl.weight_sync.snapshot import remove_all
-
-ROLES = ("learner", "rollout-server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ async def run_training(
     if config.run.name is None:
         named = config.run.model_copy(update={"name": default_run_name()})
         config = config.model_copy(update={"run": named})
-    prepared = await prepare(config)
+    prepared = await prepare(config, start=start)
     directory = RunDirectory.create(config)
     launch = Launch(prepared, directory, start=start, on_listening=on_listening)
     try:
@@ -170,10 +169,12 @@ class Launch:
                     tasks.create_task(self._processes.watch(child, coordinator.ending))
                     for child in self._processes.children
                 ]
-                await coordinator.run()
+                # A task like the others, so that the group's first exception is the first in time.
+                await tasks.create_task(coordinator.run())
                 if watched:
-                    await asyncio.wait(watched)
-                shown.cancel()
+                    await asyncio.wait(watched, timeout=self._config.timeouts.shutdown_s)
+                for task in [shown, *watched]:  # whoever is still there is ended by `run`
+                    task.cancel()
         except BaseExceptionGroup as group:
             cause = first_cause(group)
             await coordinator.stop_peers(str(cause).splitlines()[-1])

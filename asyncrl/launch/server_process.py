@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
+import socket
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.dtypes import compute_dtype
 from asyncrl.envs.dataset import load_tokenizer
 from asyncrl.envs.env import SingleTurnEnv
 from asyncrl.envs.reward_pool import RewardPool
@@ -43,7 +46,9 @@ async def _run(config: Config, model_path: str, address: str, device: str) -> No
 async def _serve(
     config: Config, model_path: str, address: str, engine: VllmEngine, rewards: RewardPool
 ) -> None:
-    envelope = Envelope(f"rollout-server-{os.getpid()}", max_message_bytes=config.stream.max_message_bytes)
+    # Process ids repeat between containers, and the coordinator knows a server by its name alone.
+    name = f"rollout-server-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    envelope = Envelope(name, max_message_bytes=config.stream.max_message_bytes)
     limits = message_limits(config, Path(model_path))
     async with Connection(
         address,
@@ -65,14 +70,11 @@ async def _serve(
 
 def make_engine(config: Config, model_path: str, device: str) -> VllmEngine:
     """The engine that the config asks for, not started yet."""
-    dtype = config.learner.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
     return VllmEngine(
         model_path,
         config.rollout,
         device=device,
-        dtype=dtype,
+        dtype=compute_dtype(config.learner, device),
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_completion_tokens,
         start_timeout_s=config.timeouts.engine_start_s,
         update_timeout_s=config.timeouts.sync_s,

@@ -7,19 +7,24 @@ import os
 import sys
 
 from asyncrl.config import Config
+from asyncrl.launch.model_facts import check_length
+from asyncrl.launch.preflight import check_engine, max_sequence_tokens
 from asyncrl.launch.prepare import fetch_model
-from asyncrl.launch.resources import available_cores, count_gpus, place_processes
+from asyncrl.launch.resources import available_cores, place_one_server, visible_gpus
 from asyncrl.stream.sockets import parse_address
 
 
 def run_standalone_server(config: Config, address: str) -> None:
-    """Serves on the cores that `asyncrl train` would give its first server, and on the GPUs that are visible.
+    """Serves on the rollout servers' share of this node's cores, and on the first GPUs that are visible.
 
-    Raises the cause of its end. Thread counts are read when torch and OpenMP load, so this process replaces itself with one that has them.
+    Raises the cause of its end. Thread counts are read when torch and OpenMP load, so this process replaces
+    itself with one that has them.
     """
     parse_address(address)
-    one = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_servers": 1})})
-    placement = place_processes(one, cores=available_cores(), num_gpus=0).rollout_servers[0]
+    gpus = visible_gpus(config)
+    device = "cuda" if gpus else "cpu"
+    check_engine(config, device)
+    placement = place_one_server(config, cores=available_cores(), gpus=gpus)
     missing = {k: v for k, v in placement.environment().items() if os.environ.get(k) != v}
     if missing and "ASYNCRL_PLACED" not in os.environ:
         os.execve(
@@ -29,6 +34,7 @@ def run_standalone_server(config: Config, address: str) -> None:
         )
     os.sched_setaffinity(0, placement.cores)
     model_path = asyncio.run(fetch_model(config.model))
+    check_length(model_path, max_sequence_tokens(config))
     from asyncrl.launch.server_process import run_rollout_server
 
-    run_rollout_server(config, str(model_path), address, device="cuda" if count_gpus(config) else "cpu")
+    run_rollout_server(config, str(model_path), address, device=device)

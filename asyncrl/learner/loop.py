@@ -12,10 +12,12 @@ thread only. It ends after `learner.max_versions`, or with the first cause: a lo
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import deque
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from asyncrl.config import Config
@@ -35,6 +37,14 @@ from asyncrl.stream.messages import (
     VersionRecorded,
 )
 from asyncrl.types import Shard, Span, TrajectoryGroup
+
+
+def max_memory_gb() -> float:
+    """The most that this rank has used so far: of its GPU, or of the host when it has none. GB."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
 
 Kind = TypeVar("Kind", Batch, VersionRecorded)
 
@@ -82,6 +92,7 @@ class LearnerLoop:
                 "timing_s/wait": received_s - start_s,
                 "timing_s/update_actor": updated_s - received_s,
                 "timing_s/update_weights": published_s - updated_s,
+                "perf/max_memory_allocated_gb": max_memory_gb(),
             }
             spans = [Span("wait", start_s, received_s, version), Span("step", received_s, updated_s, version)]
             self._connection.send(StepReport(index, metrics | timing, spans))
@@ -113,7 +124,13 @@ class LearnerLoop:
                 self._waiting.remove(received)
                 return received, received.body
         while True:
-            received = self._connection.recv(self._config.timeouts.idle_s)
+            try:
+                received = self._connection.recv(2 * self._config.timeouts.idle_s)
+            except TimeoutError:  # the coordinator itself ends a run after idle_s
+                raise PeerLost(
+                    f"the coordinator sent no {kind.__name__} for {2 * self._config.timeouts.idle_s:g} s "
+                    "(twice timeouts.idle_s)"
+                ) from None
             body: AnyMessage = received.body
             if isinstance(body, kind):
                 return received, body

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config import LearnerConfig
+from asyncrl.dtypes import compute_dtype
 from asyncrl.errors import LearnerError
 from asyncrl.learner.attention import ATTENTION_NAME
 from asyncrl.learner.logprobs import linear_logprobs
@@ -108,15 +109,8 @@ def load_policy(
     transformer.eval()
     _check_tensors(transformer)
     policy = PolicyModel(transformer, temperature, config.logprob_chunk_tokens)
-    _shard(policy, compute_dtype(config, mesh.device_type), mesh)
+    _shard(policy, getattr(torch, compute_dtype(config, mesh.device_type)), mesh)
     return policy
-
-
-def compute_dtype(config: LearnerConfig, device_type: str) -> torch.dtype:
-    """What `learner.dtype` stands for on this device."""
-    if config.dtype == "auto":
-        return torch.bfloat16 if device_type == "cuda" else torch.float32
-    return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
 def _shard(policy: PolicyModel, dtype: torch.dtype, mesh: DeviceMesh) -> None:

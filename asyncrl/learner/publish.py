@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.config import Config
+from asyncrl.dtypes import publish_dtype
 from asyncrl.learner.update import PolicyLearner
 from asyncrl.types import Span
 from asyncrl.weight_sync.manifest import Manifest, lay_out
@@ -29,7 +30,7 @@ class SnapshotPublisher:
         self._device = device
         self._incarnation = incarnation
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._dtype = publish_dtype(config, device)
+        self._dtype = publish_dtype(config, device.type)
         self._writer = SnapshotWriter(config.weight_sync.dir, run)
         self._shards = list(learner.named_shards())
         self._finished_version: int | None = None
@@ -92,11 +93,3 @@ class SnapshotPublisher:
         return {
             entry.name: bytes(row).hex() for entry, row in zip(layout.tensors, digests.tolist(), strict=True)
         }
-
-
-def publish_dtype(config: Config, device: torch.device) -> str:
-    """The dtype of published weights: as configured, or that of the learner's forward pass."""
-    for choice in (config.weight_sync.dtype, config.learner.dtype):
-        if choice != "auto":
-            return choice
-    return "bfloat16" if device.type == "cuda" else "float32"

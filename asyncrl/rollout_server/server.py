@@ -17,11 +17,12 @@ import os
 import socket
 import time
 import traceback
+from contextlib import suppress
 
 from asyncrl.config import Config
 from asyncrl.config_file import shared_digest
 from asyncrl.envs.env import Env, Score
-from asyncrl.errors import PeerLost, SnapshotGone, first_cause
+from asyncrl.errors import EngineUnfit, PeerLost, SnapshotGone, WeightSyncError, first_cause, one_line
 from asyncrl.rollout_server.engine import Engine
 from asyncrl.rollout_server.group_runner import run_group
 from asyncrl.stream.codec import Received, group_fields
@@ -37,16 +38,20 @@ from asyncrl.stream.messages import (
     ServerWelcome,
     Stop,
     VersionCommitted,
+    VersionRefused,
     WeightsOffer,
 )
 from asyncrl.stream.outbox import Outbox
 from asyncrl.types import SamplingSpec, Span
 from asyncrl.weight_sync.manifest import Manifest, decode_manifest
-from asyncrl.weight_sync.transport import Offer, Transport
+from asyncrl.weight_sync.transport import Transport
+
+MAX_VERSIONS_REFUSED = 3
+"""A server that could not take so many versions in a row ends."""
 
 
 class Stopped(Exception):
-    """The coordinator said Stop; a control-flow signal inside this file."""
+    """The coordinator said Stop, with its error or none; a control-flow signal inside this file."""
 
 
 class RolloutServer:
@@ -77,18 +82,24 @@ class RolloutServer:
 
     async def run(self) -> None:
         """Returns after a normal Stop. Raises the first cause of failure, having told the coordinator."""
-        await self._say_hello()
         try:
+            await self._say_hello()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send_heartbeats())
                 tasks.create_task(self._apply_versions())
-                await self._take_messages(tasks)
-        except BaseExceptionGroup as group:
-            cause = first_cause(group)
+                # A task like the others, so that the group's first exception is the first in time.
+                await tasks.create_task(self._take_messages(tasks))
+        except asyncio.CancelledError:
+            await self._leave(Bye())
+            raise
+        except (Stopped, BaseExceptionGroup) as error:
+            cause = first_cause(error)
             if not isinstance(cause, Stopped):
-                await self._report(cause)
+                await self._leave(Failed(one_line(cause), "".join(traceback.format_exception(cause))))
                 raise cause from None
-            await self._connection.send(Bye())
+            await self._leave(Bye())
+            if str(cause):
+                raise PeerLost(f"the coordinator ended this server: {cause}") from None
 
     async def _say_hello(self) -> None:
         max_groups = max_groups_in_flight(self._config, self._engine)
@@ -101,13 +112,19 @@ class RolloutServer:
                 max_unacknowledged_bytes=self._outbox.max_bytes,
             )
         )
-        async with asyncio.timeout(self._config.timeouts.connect_s):
-            received = await self._connection.recv()
+        connect_s = self._config.timeouts.connect_s
+        try:
+            async with asyncio.timeout(connect_s):
+                received = await self._connection.recv()
+        except TimeoutError:
+            raise PeerLost(
+                f"the coordinator did not welcome this server within timeouts.connect_s = {connect_s:g} s"
+            ) from None
         match received.body:
             case ServerWelcome():
                 return
             case Stop(error):
-                raise PeerLost(f"the coordinator refuses this rollout server: {error}")
+                raise Stopped(error)
             case body:
                 raise PeerLost(f"the coordinator answered Hello with {type(body).__name__}, not a welcome")
 
@@ -123,10 +140,8 @@ class RolloutServer:
                 case WeightsOffer() as offer:
                     self._offer = offer
                     self._offered.set()
-                case Stop(""):
-                    raise Stopped
                 case Stop(error):
-                    raise PeerLost(f"the coordinator ended the run: {error}")
+                    raise Stopped(error)
                 case body:
                     raise PeerLost(f"the coordinator sent {type(body).__name__} to a rollout server")
 
@@ -134,7 +149,10 @@ class RolloutServer:
         lease = received.body
         assert isinstance(lease, Lease)
         assert received.prompt_ids is not None
-        await self._outbox.wait_for_room(self._config.timeouts.lease_s)
+        try:
+            await self._outbox.wait_for_room(self._config.timeouts.lease_s)
+        except TimeoutError as error:
+            raise PeerLost(f"the coordinator acknowledges nothing (timeouts.lease_s): {error}") from None
         group = await run_group(
             lease,
             received.prompt_ids,
@@ -148,7 +166,11 @@ class RolloutServer:
         self._leases.discard(lease.ordinal)
 
     async def _apply_versions(self) -> None:
-        """Applies the newest offered version; those that were replaced meanwhile are skipped."""
+        """Applies the newest offered version; those that were replaced meanwhile are skipped.
+
+        A version that cannot be taken is reported, and the old one goes on serving.
+        """
+        num_refused = 0
         while True:
             await self._offered.wait()
             self._offered.clear()
@@ -161,6 +183,15 @@ class RolloutServer:
                 spans = await self._apply(offer.path, manifest)
             except SnapshotGone:
                 continue  # a newer version is finished: its offer is on the way
+            except EngineUnfit:
+                raise
+            except WeightSyncError as error:
+                num_refused += 1
+                if num_refused >= MAX_VERSIONS_REFUSED:
+                    raise
+                await self._connection.send(VersionRefused(offer.version, one_line(error)))
+                continue
+            num_refused = 0
             await self._connection.send(VersionCommitted(offer.version, spans))
 
     def _has(self, manifest: Manifest) -> bool:
@@ -173,7 +204,7 @@ class RolloutServer:
         """gate closed -> pause(keep) -> load, label, read back -> gate open: nothing is sampled in between."""
         version = {"version": manifest.version}
         verify_s = time.monotonic()
-        staged = await self._transport.stage(Offer("shm", path, manifest))
+        staged = await self._transport.stage(path, manifest)
         pause_s = time.monotonic()
         self._applying = True
         try:
@@ -182,7 +213,9 @@ class RolloutServer:
                 apply_s = time.monotonic()
                 try:
                     await self._engine.apply(staged, manifest)
-                except SnapshotGone:
+                except EngineUnfit:
+                    raise
+                except WeightSyncError:
                     if self._engine.version is not None:
                         await self._engine.resume()  # nothing was changed: the old version goes on
                     raise
@@ -215,12 +248,10 @@ class RolloutServer:
         statistics = self._engine.statistics()
         return "generating" if statistics.num_running or statistics.num_waiting else "rewarding"
 
-    async def _report(self, cause: BaseException) -> None:
-        """Tells the coordinator why this process ends, if it is still there to hear it."""
-        try:
-            await self._connection.send(Failed(str(cause), "".join(traceback.format_exception(cause))))
-        except PeerLost:
-            return
+    async def _leave(self, last_word: Bye | Failed) -> None:
+        """Tells the coordinator that this server ends, if it is still there to hear it."""
+        with suppress(PeerLost):
+            await self._connection.send(last_word)
 
 
 def sampling_spec(config: Config) -> SamplingSpec:

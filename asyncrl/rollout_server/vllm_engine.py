@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,7 @@ import psutil
 from asyncrl.config import RolloutConfig
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError, EngineUnfit, SnapshotGone, WeightSyncError
 from asyncrl.rollout_server.engine import Completion, EngineStatistics, GenerationRequest
-from asyncrl.rollout_server.gate import Gate
+from asyncrl.rollout_server.gate import Gate, Submission
 from asyncrl.rollout_server.vllm_process import (
     Counters,
     end_processes,
@@ -35,6 +35,9 @@ from asyncrl.weight_sync.vllm_plugin import BACKEND
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+KILL_INTERVAL_S = 0.5
+"""How often engine cores of a start that was given up are looked for, and killed."""
 
 T = TypeVar("T")
 E = TypeVar("E", bound=AsyncRLError)
@@ -77,7 +80,11 @@ class VllmEngine:
         self._max_concurrent_requests = 0
         self._llm: AsyncLLM | None = None
         self._processes: list[psutil.Process] = []
+        self._start_given_up = False
         self._versions: dict[str, int] = {}
+        """Of each label that a token of a request in flight may bear, in the order of their commits."""
+        self._labels_in_flight: list[str] = []
+        """What was committed when each of the requests in flight was submitted."""
         self._committed: Manifest | None = None
 
     async def start(self) -> None:
@@ -86,10 +93,8 @@ class VllmEngine:
         others = engine_core_ids()
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                self._llm = await asyncio.to_thread(self._make_llm)
+                self._llm = await self._make_llm_in_thread(others)
         except TimeoutError as error:
-            # The thread that waits for them then ends too.
-            end_processes(with_descendants(engine_core_ids() - others), timeout_s=0)
             raise EngineError(
                 f"vLLM was not up after {self._start_timeout_s} s (timeouts.engine_start_s); see its log"
             ) from error
@@ -102,6 +107,24 @@ class VllmEngine:
         self._max_concurrent_requests = self._capacity(self._llm)
         self._slots = asyncio.Semaphore(self._max_concurrent_requests)
         await self._init_weight_transfer(self._llm)
+
+    async def _make_llm_in_thread(self, others: set[int]) -> AsyncLLM:
+        """Cancelled, or past its deadline, it leaves no engine core but `others` and no thread behind.
+
+        A thread cannot be cancelled. But it ends soon when the engine core that it waits for is killed, or
+        before it begins one.
+        """
+        making = asyncio.create_task(asyncio.to_thread(self._make_llm))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            self._start_given_up = True
+            while not making.done():  # an engine core may appear only now
+                end_processes(with_descendants(engine_core_ids() - others), timeout_s=0)
+                await asyncio.wait({making}, timeout=KILL_INTERVAL_S)
+            if making.exception() is None:
+                await asyncio.to_thread(making.result().shutdown, 0)
+            raise
 
     def _make_llm(self) -> AsyncLLM:
         from vllm import __version__
@@ -119,6 +142,8 @@ class VllmEngine:
             args = AsyncEngineArgs(**self._engine_args, weight_transfer_config=weight_transfer)
         except TypeError as error:
             raise ConfigError(f"rollout.engine_args: {error}; see vLLM's AsyncEngineArgs") from error
+        if self._start_given_up:
+            raise EngineError("the start of vLLM was given up")
         return AsyncLLM.from_engine_args(args, stat_loggers=[lambda config, index: self._counters])  # pyright: ignore[reportArgumentType, reportReturnType]
 
     def _capacity(self, llm: AsyncLLM) -> int:
@@ -173,24 +198,32 @@ class VllmEngine:
             )
         params = sampling_params(request)
         llm = self._started()
+        async with self._slots, self._gate.submission(request.request_id) as submission:
+            # Reading the version, salting and submitting are one step: no update before `scheduled`.
+            assert self._committed is not None
+            label = _label(self._committed)
+            prompt: Any = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": label}
+            self._labels_in_flight.append(label)
+            try:
+                outputs = await self._outputs(llm.generate(prompt, params, request.request_id), submission)
+                return completion(request.request_id, outputs, self._versions)
+            except AsyncRLError:
+                raise
+            except Exception as error:
+                raise self._failed(error, f"generate {request.request_id}") from error
+            finally:
+                self._labels_in_flight.remove(label)
+
+    async def _outputs(
+        self, stream: AsyncGenerator[RequestOutput], submission: Submission
+    ) -> list[RequestOutput]:
+        """All outputs of one request; the first says that it is scheduled."""
         outputs: list[RequestOutput] = []
-        try:
-            async with self._slots, self._gate.submission(request.request_id) as submission:
-                # Reading the version, salting and submitting are one step: no update before `scheduled`.
-                assert self._committed is not None
-                prompt: Any = {
-                    "prompt_token_ids": request.prompt_ids.tolist(),
-                    "cache_salt": _label(self._committed),
-                }
-                async with aclosing(llm.generate(prompt, params, request.request_id)) as stream:
-                    async for output in stream:
-                        submission.scheduled()
-                        outputs.append(output)
-        except AsyncRLError:
-            raise
-        except Exception as error:
-            raise self._failed(error, f"generate {request.request_id}") from error
-        return completion(request.request_id, outputs, self._versions)
+        async with aclosing(stream):
+            async for output in stream:
+                submission.scheduled()
+                outputs.append(output)
+        return outputs
 
     async def pause(self) -> None:
         """Closes the gate, waits until every submitted request runs, then freezes them with their KV cache.
@@ -263,6 +296,10 @@ class VllmEngine:
             ) from error
         self._committed = manifest
         self._versions[label] = manifest.version
+        for old in list(self._versions):
+            if old == label or old in self._labels_in_flight:
+                break  # tokens of the requests in flight may bear this label and all after it
+            del self._versions[old]
 
     async def resume(self) -> None:
         """Frozen requests go on, and the gate opens. Raises EngineError before the first `apply`."""
@@ -278,8 +315,11 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.output_processor.propagate_error(EngineError("the engine is closed"))
+            if (handler := llm.output_handler) is not None:
+                handler.cancel()  # or it takes the end of the engine core for its death, and logs an error
+                await asyncio.wait({handler})
             await asyncio.to_thread(llm.shutdown, self._shutdown_timeout_s)
-            del llm
+            del llm, handler
             gc.collect()  # or its __del__ runs when the interpreter has lost its modules, and prints an error
         processes, self._processes = self._processes, []
         await asyncio.to_thread(end_processes, processes, timeout_s=2.0)

@@ -63,7 +63,7 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
 
 
 def completion(request_id: str, outputs: Sequence[RequestOutput], versions: Mapping[str, int]) -> Completion:
-    """Joins a finished request's outputs. `versions`: the policy version of each label ever committed.
+    """Joins a finished request's outputs. `versions`: the policy version of each label that it may bear.
 
     Raises EngineError when vLLM did not finish it, or its record does not add up.
     """

@@ -80,7 +80,12 @@ def group_fields(group: TrajectoryGroup) -> GroupFields:
     """What the header says of a group; its arrays travel behind the header."""
     trajectories = [
         TrajectoryFields(
-            len(t), None if t.reward is None else float(t.reward), t.status, t.finish_reason, t.text
+            len(t),
+            None if t.reward is None else float(t.reward),
+            t.status,
+            t.finish_reason,
+            t.text,
+            t.detail,
         )
         for t in group.trajectories
     ]
@@ -231,6 +236,7 @@ def _group(fields: GroupFields, prompt_ids: Int32, tokens: Sequence[np.ndarray])
                 t.status,
                 t.finish_reason,
                 t.text,
+                t.detail,
             )
         )
     return TrajectoryGroup(fields.ordinal, fields.redraw, prompt_ids, trajectories, fields.spans)

@@ -1,8 +1,8 @@
 """The sockets of those who connect to the coordinator: rollout servers (asyncio), learner ranks (blocking).
 
 A connection has one life. It is made within `connect_s`, or PeerLost says what was tried; when it breaks,
-what arrived before is still delivered, then PeerLost ends it for good. Whoever wants to go on makes a new
-connection with a new Envelope, says Hello again and resends its outbox: nothing is replayed behind its back.
+what arrived before is still delivered, then PeerLost ends it for good, and with it the process: nothing
+connects again or is sent again behind its back. A process that is started anew joins as a new one.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ from asyncrl.stream.codec import WIRE_VERSION, Frame, encode
 from asyncrl.stream.messages import AnyMessage, Header, RankHello, ServerHello
 from asyncrl.types import Int32, TrajectoryGroup
 
+MAX_SENDERS = 1000
+"""Whose sequences one process follows at most."""
+
 
 class SequenceGap(WireError):
     """Messages of a sender are missing. Its connection is not to be trusted: treat the peer as lost."""
@@ -48,7 +51,11 @@ class Envelope:
 
 
 class SequenceCheck:
-    """The sequence that each sender's next message must have. Give `check` to `decode` as its on_header."""
+    """The sequence that each sender's next message must have. Give `check` to `decode` as its on_header.
+
+    It remembers MAX_SENDERS, and forgets the one that has been silent for longest when a new one comes:
+    strangers cannot make it grow, and members, who send heartbeats, outlast them.
+    """
 
     def __init__(self) -> None:
         self._expected: dict[str, int] = {}
@@ -66,7 +73,10 @@ class SequenceCheck:
             raise WireError(
                 f"sequence is {header.sequence}: repeated, expected {expected} (from {header.sender!r})"
             )
+        self._expected.pop(header.sender, None)  # so that the longest silent sender stands first
         self._expected[header.sender] = header.sequence + 1
+        if len(self._expected) > MAX_SENDERS:
+            del self._expected[next(iter(self._expected))]
         if header.sequence > expected:
             raise SequenceGap(
                 f"gap: sequence is {header.sequence}, expected {expected}: "

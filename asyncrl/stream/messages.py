@@ -1,6 +1,7 @@
 """Every message of the stream, as typed structs: the header of a frame. docs/wire.md shows the bytes.
 
-    rollout server -> coordinator    ServerHello, Heartbeat, GroupFinished, VersionCommitted, Failed, Bye
+    rollout server -> coordinator    ServerHello, Heartbeat, GroupFinished, VersionCommitted, VersionRefused,
+                                     Failed, Bye
     coordinator -> rollout server    ServerWelcome, Lease, Acknowledged, WeightsOffer, Stop
     learner rank -> coordinator      RankHello, VersionAnnounced, VersionPublished, StepReport, Failed, Bye
     coordinator -> learner rank      RankWelcome, Batch, VersionRecorded, Stop
@@ -67,6 +68,8 @@ class TrajectoryFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Status
     finish_reason: str
     text: str
+    detail: str = ""
+    """Why there is no reward."""
 
 
 class GroupFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,6 +114,13 @@ class VersionCommitted(Message, frozen=True, tag=True):
     version: int
     spans: list[Span] = []
     """verify, pause, apply: how long each took."""
+
+
+class VersionRefused(Message, tag=True, frozen=True):
+    """The server could not take this version and goes on serving its old one."""
+
+    version: int
+    error: str
 
 
 class RankHello(Message, frozen=True, tag=True):
@@ -192,6 +202,7 @@ AnyMessage = (
     | Acknowledged
     | WeightsOffer
     | VersionCommitted
+    | VersionRefused
     | RankHello
     | RankWelcome
     | VersionAnnounced

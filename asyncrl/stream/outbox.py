@@ -9,7 +9,7 @@ from asyncrl.types import TrajectoryGroup
 
 
 class Outbox:
-    """Holds a group from its end until its Acknowledged, so that a broken connection loses none.
+    """Holds a group from its end until its Acknowledged: what the server may still have to answer for.
 
     Bounded in bytes by asking first: the server calls `wait_for_room` before it begins a lease. `add` itself
     never refuses, since a finished group is worth more than the bound.
@@ -18,7 +18,7 @@ class Outbox:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        """Of all groups held: their arrays and texts."""
+        """Of all groups held, by `group_bytes`."""
         self._groups: dict[tuple[int, int], TrajectoryGroup] = {}
         self._room = asyncio.Event()
         self._room.set()
@@ -42,18 +42,6 @@ class Outbox:
         self._update_room()
         return len(held)
 
-    def unacknowledged(self) -> list[TrajectoryGroup]:
-        """What is sent again after a reconnect, in the order in which it was finished."""
-        return list(self._groups.values())
-
-    def clear(self) -> int:
-        """Forgets everything, as at a new incarnation, and returns how many groups that were."""
-        num_groups = len(self._groups)
-        self._groups.clear()
-        self.num_bytes = 0
-        self._update_room()
-        return num_groups
-
     async def wait_for_room(self, timeout_s: float) -> None:
         """Returns as soon as num_bytes < max_bytes. Raises TimeoutError after timeout_s."""
         try:
@@ -73,12 +61,13 @@ class Outbox:
 
 
 def group_bytes(group: TrajectoryGroup) -> int:
-    """Bytes of a group's arrays and texts."""
+    """Bytes of a group's arrays, texts and details."""
     return group.prompt_ids.nbytes + sum(
         t.token_ids.nbytes
         + t.loss_mask.nbytes
         + t.rollout_logprobs.nbytes
         + t.policy_versions.nbytes
         + len(t.text.encode())
+        + len(t.detail.encode())
         for t in group.trajectories
     )

@@ -1,6 +1,7 @@
 """Lets tasks of an asyncio loop wait for events of a ZeroMQ socket. Used by sockets.py and connections.py.
 
-zmq.asyncio is not used because a full peer would hold up what the Listener sends to all others there.
+zmq.asyncio is not used: its waits know nothing of a connection's monitor, and reading a socket there that is
+never empty would keep the loop from all other tasks.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ MAX_QUEUED_MESSAGES = 1000
 """High-water marks, a peer and a direction. Credits keep a working peer far below."""
 LINGER_MS = 1000
 """A closed socket tries so long to deliver its last messages (Stop, Bye, Failed)."""
-_FULL_RETRY_S = 0.02
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -128,31 +127,21 @@ class Listener:
     async def send(self, peer: bytes, frames: Sequence[Frame]) -> None:
         """Queues one message. Arrays are sent from where they lie: do not write to them afterwards.
 
-        Raises PeerLost at once when no such peer is connected, and after heartbeat_s when the peer takes none
-        of the MAX_QUEUED_MESSAGES that wait for it. Other peers are not held up meanwhile.
+        Never waits. Raises PeerLost at once when no such peer is connected, and when MAX_QUEUED_MESSAGES wait for
+        it already: that many only wait for a process that hangs, and the caller has others to serve.
         """
-        message = [peer, *frames]
-        deadline = asyncio.get_running_loop().time() + self._heartbeat_s
-        while True:
-            try:
-                self._socket.send_multipart(message, zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                pass
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                raise PeerLost(f"peer {peer!r} is not connected any more; its work is leased anew") from None
-            else:
-                return
-            finally:
-                self._readiness.wake()
-            if asyncio.get_running_loop().time() >= deadline:
-                raise PeerLost(
-                    f"peer {peer!r} has {MAX_QUEUED_MESSAGES} messages waiting and took none for "
-                    f"{self._heartbeat_s:g} s (timeouts.heartbeat_s); its process hangs"
-                )
-            # ZeroMQ has an event for "some peer has room" but none for one peer, so ask again.
-            await asyncio.sleep(_FULL_RETRY_S)
+        try:
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            raise PeerLost(
+                f"peer {peer!r} leaves {MAX_QUEUED_MESSAGES} messages waiting; its process hangs"
+            ) from None
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise PeerLost(f"peer {peer!r} is not connected any more; its work is leased anew") from None
+        finally:
+            self._readiness.wake()
 
     def _cannot_bind(self, error: zmq.ZMQError) -> ConfigError:
         if error.errno == zmq.EADDRINUSE:

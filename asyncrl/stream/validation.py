@@ -30,12 +30,11 @@ from asyncrl.stream.messages import (
     VersionAnnounced,
     VersionCommitted,
     VersionPublished,
+    VersionRefused,
 )
-from asyncrl.types import Float32, Int32, Status, UInt8
+from asyncrl.types import MAX_ABS_REWARD, MAX_DETAIL_CHARACTERS, Float32, Int32, Status, UInt8
 
 WIRE_VERSION = 1
-MAX_ABS_REWARD = 1e30
-"""A larger reward would overflow float32 once it is squared for a group's standard deviation."""
 
 Refuse = Callable[[str, object, str], WireError]
 """(field, value, rule) -> the error that names them and the sender."""
@@ -47,6 +46,7 @@ _MINIMUMS: dict[type, dict[str, int]] = {
     Heartbeat: {"engine_steps": 0},
     Lease: {"ordinal": 0, "redraw": 0},
     VersionCommitted: {"version": 0},
+    VersionRefused: {"version": 0},
     RankHello: {"rank": 0, "num_ranks": 1},
     VersionAnnounced: {"version": 0},
     VersionPublished: {"version": 0},
@@ -63,7 +63,7 @@ class Limits:
     max_prompt_tokens: int
     max_completion_tokens: int
     newest_version: int = 0
-    """Newest announced version, for GroupFinished and VersionCommitted (a Batch has its plan's index)."""
+    """Newest announced version, for GroupFinished and VersionCommitted or -Refused (a Batch has its plan's index)."""
     run: str = ""
     """Empty: not known yet. A connection fills it in from the first message that it receives."""
     incarnation: str = ""
@@ -115,7 +115,7 @@ def check_body(header: Header, limits: Limits, refuse: Refuse) -> None:
             _check_group_fields(body.group, "body.group", limits, refuse)
         case Heartbeat() if body.state not in _HEARTBEAT_STATES:
             raise refuse("body.state", body.state, f"it is one of {', '.join(_HEARTBEAT_STATES)}")
-        case VersionCommitted() if body.version > limits.newest_version:
+        case VersionCommitted() | VersionRefused() if body.version > limits.newest_version:
             raise refuse("body.version", body.version, _from_the_future(limits.newest_version))
         case RankHello() if body.rank >= body.num_ranks:
             raise refuse("body.rank", body.rank, f"there are {body.num_ranks} ranks")
@@ -190,6 +190,7 @@ def _check_group_fields(group: GroupFields, name: str, limits: Limits, refuse: R
             scored <= fields.num_tokens <= limits.max_completion_tokens
             and scored is (fields.reward is not None)
             and (fields.reward is None or -MAX_ABS_REWARD <= fields.reward <= MAX_ABS_REWARD)
+            and len(fields.detail) <= (0 if scored else MAX_DETAIL_CHARACTERS)
         ):
             continue
         raise _bad_trajectory(fields, f"{name}.trajectories[{index}]", limits, refuse)
@@ -203,9 +204,13 @@ def _bad_trajectory(fields: TrajectoryFields, name: str, limits: Limits, refuse:
     if scored is (fields.reward is None):
         rule = f"a trajectory has a reward exactly when its status is scored, and this one is {fields.status}"
         return refuse(f"{name}.reward", fields.reward, rule)
-    return refuse(
-        f"{name}.reward", fields.reward, f"a reward is finite and at most {MAX_ABS_REWARD:g} in size"
-    )
+    if fields.reward is not None and not abs(fields.reward) <= MAX_ABS_REWARD:
+        rule = f"a reward is finite and at most {MAX_ABS_REWARD:g} in size"
+        return refuse(f"{name}.reward", fields.reward, rule)
+    if scored:
+        return refuse(f"{name}.detail", fields.detail, "a scored trajectory has nothing to explain")
+    rule = f"a detail has at most {MAX_DETAIL_CHARACTERS} characters"
+    return refuse(f"{name}.detail length", len(fields.detail), rule)
 
 
 def _check_lease(lease: Lease, limits: Limits, refuse: Refuse) -> None:

@@ -6,7 +6,6 @@ import asyncio
 
 from asyncrl.weight_sync.manifest import Manifest
 from asyncrl.weight_sync.snapshot import verify
-from asyncrl.weight_sync.transport import Offer
 
 
 class ShmTransport:
@@ -16,11 +15,6 @@ class ShmTransport:
         """`max_threads`: threads that hash the file; they share the server's cores with its engine."""
         self._max_threads = max_threads
 
-    def offer(self, path: str, manifest: Manifest) -> Offer:
-        return Offer("shm", path, manifest)
-
-    async def stage(self, offer: Offer) -> str:
-        if offer.transport != "shm":
-            raise ValueError(f"offer of version {offer.manifest.version} is for {offer.transport!r}, not shm")
-        await asyncio.to_thread(verify, offer.path, offer.manifest, max_threads=self._max_threads)
-        return offer.path
+    async def stage(self, path: str, manifest: Manifest) -> str:
+        await asyncio.to_thread(verify, path, manifest, max_threads=self._max_threads)
+        return path

@@ -7,6 +7,7 @@ v + 1 is finished. A process that has mapped a file keeps its bytes until it unm
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import re
@@ -26,6 +27,8 @@ from asyncrl.weight_sync.manifest import Manifest, TensorEntry
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 _INCARNATION = re.compile(r"[A-Za-z0-9_]+")
 
 
@@ -34,11 +37,6 @@ def snapshot_path(directory: str, run_id: str, incarnation: str, version: int) -
     if not _INCARNATION.fullmatch(incarnation):
         raise WeightSyncError(f"incarnation {incarnation!r} must be letters, digits and _ only")
     return str(Path(directory) / f"asyncrl-{run_id}-{incarnation}-v{version:06d}.weights")
-
-
-def bytes_needed(manifest: Manifest) -> int:
-    """Host memory that snapshots take at their peak: two versions at once. Bytes."""
-    return 2 * manifest.total_bytes
 
 
 def bytes_free(directory: str) -> int:
@@ -52,13 +50,19 @@ def bytes_free(directory: str) -> int:
 
 
 def remove_all(directory: str, run_id: str) -> int:
-    """Unlinks every snapshot of the run, of any incarnation. Returns how many there were."""
+    """Unlinks every snapshot of the run, of any incarnation. Returns how many there were.
+
+    Raises nothing: it runs where a run ends, and must not hide why. What cannot be removed is logged.
+    """
     ours = re.compile(rf"asyncrl-{re.escape(run_id)}-{_INCARNATION.pattern}-v\d+\.weights")
     num_removed = 0
-    for path in Path(directory).iterdir():
-        if ours.fullmatch(path.name):
-            path.unlink(missing_ok=True)
-            num_removed += 1
+    try:
+        for path in Path(directory).iterdir():
+            if ours.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+                num_removed += 1
+    except OSError as error:
+        logger.warning("snapshots of run %s may be left in %s: %s", run_id, directory, error)
     return num_removed
 
 
@@ -67,7 +71,8 @@ class SnapshotWriter:
 
     A version: rank 0 calls `create`, then (after a barrier) the others `open`; each rank calls `write_rows`
     for the rows it holds; after another barrier each calls `digest` for its share of the entries; rank 0
-    calls `finish` with all the digests, the others `close`. `unlink` forgets an older version.
+    calls `finish` with all the digests, the others `close`. `unlink` forgets an older version. Whatever ends
+    a rank, it calls `close`: a version that is not finished then leaves no file.
     """
 
     def __init__(self, directory: str, run_id: str, *, max_threads: int = 1) -> None:
@@ -77,26 +82,29 @@ class SnapshotWriter:
         self.max_threads = max_threads
         self._manifest: Manifest | None = None
         self._map: mmap.mmap | None = None
-        self._paths: dict[tuple[str, int], str] = {}
+        self._unfinished_path: str | None = None
+        """The file that `create` made and `finish` has not completed."""
 
     def path(self, manifest: Manifest) -> str:
         return snapshot_path(self.directory, self.run_id, manifest.incarnation, manifest.version)
 
     def create(self, manifest: Manifest) -> str:
-        """Makes the file with all its bytes allocated and opens it. Returns its path.
+        """Makes the file with all its bytes allocated and maps it. Returns its path.
 
         Raises WeightSyncError when it exists, or when the folder has no room (nothing is left behind).
         """
+        self.close()
         path = self.path(manifest)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise WeightSyncError(f"snapshot {path} cannot be created: {error.strerror}") from error
+        self._unfinished_path = path
         try:
             # Pages that are allocated now cannot run out later, where it would be a SIGBUS.
             os.posix_fallocate(descriptor, 0, max(manifest.total_bytes, 1))
         except OSError as error:
-            os.unlink(path)
+            self.close()
             raise WeightSyncError(
                 f"snapshot of version {manifest.version} needs {manifest.total_bytes} bytes and "
                 f"{self.directory} has {bytes_free(self.directory)} free ({error.strerror}); make room or "
@@ -104,14 +112,15 @@ class SnapshotWriter:
             ) from error
         finally:
             os.close(descriptor)
-        self._paths[manifest.incarnation, manifest.version] = path
-        self.open(manifest)
+        self._map_file(path, manifest)
         return path
 
     def open(self, manifest: Manifest) -> None:
         """Maps the file that rank 0 created."""
         self.close()
-        path = self.path(manifest)
+        self._map_file(self.path(manifest), manifest)
+
+    def _map_file(self, path: str, manifest: Manifest) -> None:
         with _open_checked(path, manifest, os.O_RDWR) as descriptor:
             self._map = mmap.mmap(descriptor, 0)
         self._manifest = manifest
@@ -149,14 +158,22 @@ class SnapshotWriter:
                 f"version {manifest.version} has no digest of {missing[0]} ({len(missing)} miss)"
             )
         tensors = tuple(msgspec.structs.replace(e, digest=digests[e.name]) for e in manifest.tensors)
+        self._unfinished_path = None
         self.close()
         return msgspec.structs.replace(manifest, tensors=tensors)
 
     def close(self) -> None:
-        """Unmaps the open file, if any; the file stays. Idempotent."""
+        """Unmaps the open file, if any, and unlinks it if this writer created it and did not finish it.
+
+        Idempotent. Finished files stay.
+        """
+        if self._unfinished_path is not None:
+            Path(self._unfinished_path).unlink(missing_ok=True)
+            self._unfinished_path = None
         self._manifest = None
         if self._map is not None:
-            self._map.close()
+            with suppress(BufferError):  # a write that was interrupted holds a view: the map ends with it
+                self._map.close()
             self._map = None
 
     def unlink(self, incarnation: str, version: int) -> None:

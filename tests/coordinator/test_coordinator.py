@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from asyncrl.config_file import load_config, shared_digest
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
 from asyncrl.envs.dataset import Dataset, TokenizedRow
-from asyncrl.errors import PeerLost
+from asyncrl.errors import PeerLost, RewardError
 from asyncrl.run_directory import RunDirectory
 from asyncrl.stream.codec import Limits, group_fields
 from asyncrl.stream.connections import Connection
@@ -116,6 +116,7 @@ def answer(lease: Lease, prompt_ids: np.ndarray, version: int, reward: float | N
             reward,
             Status.SCORED if reward is not None else Status.REWARD_FAILED,
             "stop",
+            detail="" if reward is not None else "KeyError: 'answer'",
         )
 
     return TrajectoryGroup(lease.ordinal, lease.redraw, prompt_ids, [one(2), one(3)])
@@ -133,6 +134,7 @@ async def serve(
     *,
     reward: Callable[[int], float | None] = lambda ordinal: 1.0,
     leases_before_silence: int | None = None,
+    say_bye: bool = True,
 ) -> list[int]:
     """A scripted rollout server: commits every offer, answers every lease. Returns the ordinals leased."""
     ordinals: list[int] = []
@@ -162,7 +164,8 @@ async def serve(
                         group = answer(lease, received.prompt_ids, version, reward(lease.ordinal))
                         await connection.send(GroupFinished(group_fields(group)), groups=[group])
                     case Stop(""):
-                        await connection.send(Bye())
+                        if say_bye:
+                            await connection.send(Bye())
                         return ordinals
                     case Stop(error):
                         raise PeerLost(error)
@@ -172,7 +175,17 @@ async def serve(
             heart.cancel()
 
 
-async def learn(run: Run, *, batches: list[Batch] | None = None, fail_at: int | None = None) -> None:
+async def nothing() -> None:
+    return None
+
+
+async def learn(
+    run: Run,
+    *,
+    batches: list[Batch] | None = None,
+    fail_at: int | None = None,
+    before_bye: Callable[[], Awaitable[object]] = nothing,
+) -> None:
     """A scripted learner rank 0 that publishes every version but trains nothing."""
     async with run.connect("learner-0") as connection:
         waiting: list[Batch] = []
@@ -209,6 +222,7 @@ async def learn(run: Run, *, batches: list[Batch] | None = None, fail_at: int | 
             timing = {"timing_s/wait": 0.0, "timing_s/update_actor": 0.0, "timing_s/update_weights": 0.0}
             await connection.send(StepReport(index, timing))
         await wait_for(Stop)
+        await before_bye()
         await connection.send(Bye())
 
 
@@ -335,8 +349,7 @@ def test_a_server_that_keeps_sending_tokens_from_the_future_is_counted_named_and
                         case Lease() as lease:
                             assert received.prompt_ids is not None
                             group = answer(lease, received.prompt_ids, version=9)
-                            for _ in range(5):
-                                await connection.send(GroupFinished(group_fields(group)), groups=[group])
+                            await connection.send(GroupFinished(group_fields(group)), groups=[group])
                         case Stop(error):
                             assert "5 refused messages in a row" in error
                         case _:
@@ -344,6 +357,7 @@ def test_a_server_that_keeps_sending_tokens_from_the_future_is_counted_named_and
             status = run.coordinator.status
             assert status.counts["messages_refused"] == 5
             assert status.counts["servers_lost"] == 1
+            assert any("group 0 is left out" in note for note in status.notes)
             assert "liar" in status.notes[0]
             assert "9" in status.notes[0]
             learner.cancel()
@@ -388,5 +402,91 @@ def test_an_acknowledged_group_is_acknowledged_again_when_it_is_sent_twice(tmp_p
             assert acknowledged == [(0, 0), (0, 0)]
             learner.cancel()
             await asyncio.gather(learner, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_stranger_cannot_end_the_run_with_failed_nor_with_another_configuration(tmp_path: Path):
+    # Mutations: Failed from anybody raises; a send to a peer that is gone raises inside the loop.
+    async def scenario() -> None:
+        async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
+            async with run.connect("stranger") as connection:
+                await connection.send(Failed("boom", ""))
+            async with run.connect("other") as connection:
+                await connection.send(ServerHello("0000", "host", 1, 4, 1 << 20))
+                await connection.send(Heartbeat([], 0, "idle"))
+            server = asyncio.ensure_future(serve(run))
+            await learn(run)
+            await server
+            await run.task
+            assert run.coordinator.status.counts["servers_refused"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_fails_is_given_up_and_the_run_goes_on_with_another(tmp_path: Path):
+    async def scenario() -> None:
+        config = make_config(tmp_path, "max_staleness=0")
+        async with running(config) as run, asyncio.timeout(DEADLINE_S):
+            learner = asyncio.ensure_future(learn(run))
+            async with run.connect("doomed") as connection:
+                await say_hello(connection, ServerHello(shared_digest(run.config), "host", 1, 4, 1 << 20))
+                while True:
+                    received = await connection.recv()
+                    if isinstance(received.body, WeightsOffer):
+                        await connection.send(VersionCommitted(0))
+                    if isinstance(received.body, Lease):
+                        await connection.send(Failed("the engine core is dead", "Traceback"))
+                        break
+            ordinals = await serve(run, "healthy")
+            await learner
+            await run.task
+            assert sorted(ordinals) == [0, 1, 2, 3, 4, 5]
+            assert any("the engine core is dead" in note for note in run.coordinator.status.notes)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_joins_while_the_run_ends_is_sent_home(tmp_path: Path):
+    # Mutation: it is welcomed, never told Stop, and the end waits for it.
+    async def scenario() -> None:
+        async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
+            exporting = asyncio.Event()
+            learner = asyncio.ensure_future(learn(run, before_bye=exporting.wait))
+            await serve(run)
+            async with run.connect("late") as connection:
+                await connection.send(ServerHello(shared_digest(run.config), "host", 1, 4, 1 << 20))
+                assert (await connection.recv()).body == Stop("")
+            exporting.set()
+            await learner
+            await run.task
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_vanishes_without_bye_does_not_hold_up_the_end(tmp_path: Path):
+    # Mutation: only Bye counts as leaving.
+    async def scenario() -> None:
+        async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
+            server = asyncio.ensure_future(serve(run, say_bye=False))
+            await learn(run)
+            await server
+            await run.task
+            assert run.coordinator.status.counts["servers_lost"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason(tmp_path: Path):
+    async def scenario() -> None:
+        async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
+            server = asyncio.ensure_future(serve(run, reward=lambda ordinal: None))
+            learner = asyncio.ensure_future(learn(run))
+            with pytest.raises(
+                RewardError, match=r"8 groups in a row have no token to train.*KeyError: 'answer'"
+            ):
+                await run.task
+            await asyncio.gather(server, learner, return_exceptions=True)
+            assert "KeyError: 'answer'" in run.coordinator.status.notes[0]
 
     asyncio.run(scenario())

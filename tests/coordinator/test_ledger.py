@@ -130,3 +130,32 @@ def test_every_ordinal_is_consumed_at_most_once_through_any_losses(data: st.Data
     assert len(trained) == len(set(trained))
     assert all(ordinal in book.consumed for ordinal in trained)
     assert book.outstanding == book.num_leased + book.num_finished
+
+
+def test_a_refused_result_is_leased_anew_three_times_and_then_left_out():
+    # Mutations: never given up (the same seed samples the same group for ever); given up at once.
+    book = ledger()
+    given_up = []
+    for _ in range(3):
+        lease = book.grant(A, 0)
+        assert lease is not None
+        assert lease.ordinal == 0
+        given_up.append(book.refuse(0, A))
+    assert given_up == [False, False, True]
+    assert 0 in book.consumed
+    assert book.refuse(0, A) is False
+    assert book.counts["groups_untrainable"] == 1
+    lease = book.grant(A, 0)
+    assert lease is not None
+    assert lease.ordinal == 1
+
+
+def test_groups_without_a_trainable_token_are_counted_in_a_row():
+    book = ledger(batch_size=4)
+    for _ in range(4):
+        book.grant(A, 0)
+    counted = []
+    for ordinal, reward in enumerate([None, None, 1.0, None]):
+        book.accept(finished(ordinal, reward=reward))
+        counted.append(book.num_untrainable_in_a_row)
+    assert counted == [1, 2, 0, 1]

@@ -52,13 +52,15 @@ def test_a_scored_rollout_keeps_the_ids_and_trains_on_all_of_them_with_eos() -> 
     assert trajectory.loss_mask.tolist() == [1, 1, 1]
     assert trajectory.loss_mask.dtype == np.uint8
     assert (trajectory.reward, trajectory.status, trajectory.finish_reason) == (1.0, "scored", "stop")
-    assert trajectory.text == "ba"
+    assert (trajectory.text, trajectory.detail) == ("ba", "")
 
 
 @pytest.mark.parametrize("status", [Status.REWARD_FAILED, Status.REWARD_TIMEOUT])
 def test_a_rollout_whose_reward_failed_has_no_reward(status: Status) -> None:
-    trajectory = rollout(sampled([7], "length"), RewardOutcome(None, status, "why"), [])
+    # Catches: the reason dropped, or longer than the wire takes.
+    trajectory = rollout(sampled([7], "length"), RewardOutcome(None, status, "why" + "y" * 5000), [])
     assert (trajectory.reward, trajectory.status, trajectory.finish_reason) == (None, status, "length")
+    assert trajectory.detail == "wh" + "y" * 1998
 
 
 def test_an_aborted_completion_is_never_scored() -> None:
@@ -66,6 +68,7 @@ def test_an_aborted_completion_is_never_scored() -> None:
     trajectory = rollout(sampled([], "abort"), RewardOutcome(1.0, Status.SCORED), seen)
     assert seen == [[5, 6]]
     assert (trajectory.reward, trajectory.status, len(trajectory)) == (None, Status.ABORTED, 0)
+    assert trajectory.detail == "the engine ended the request without finishing it"
 
 
 def test_ids_that_would_encode_differently_stay_as_sampled() -> None:

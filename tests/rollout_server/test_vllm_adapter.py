@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,6 +177,7 @@ class FakeLLM:
         self.errors: list[Exception] = []
         self.output_processor = SimpleNamespace(propagate_error=self.errors.append)
         self.output_handler = asyncio.ensure_future(asyncio.Event().wait())
+        self.finish_generating = asyncio.Event()
         self._behaviour = behaviour
 
     async def _do(self, name: str) -> Any:
@@ -199,6 +205,13 @@ class FakeLLM:
 
     async def resume_generation(self) -> None:
         await self._do("resume")
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any]:
+        first = self.label
+        yield output([7])
+        await self.finish_generating.wait()
+        spans = [(first, 0, 1), (self.label, 1, 2)]
+        yield output([8], spans=spans, finish_reason="stop")
 
     def shutdown(self, timeout: float) -> None:
         self.calls.append("shutdown")
@@ -315,6 +328,72 @@ def test_a_cancelled_update_leaves_the_engine_unfit() -> None:
             await engine.resume()
 
     with_fake({"load": hang}, scenario)
+
+
+# Caught: nothing forgotten; a version forgotten whose tokens a request in flight still holds.
+def test_versions_are_forgotten_once_no_request_in_flight_can_bear_them() -> None:
+    async def scenario(engine: VllmEngine, fake: FakeLLM) -> None:
+        async def publish(version: int) -> None:
+            await engine.pause()
+            await engine.apply("/nowhere", Manifest("i", version, 0, ()))
+            await engine.resume()
+
+        engine._slots = asyncio.Semaphore(1)
+        await publish(0)
+        await publish(1)
+        assert engine._versions == {"i-1": 1}
+        generating = asyncio.ensure_future(engine.generate(request()))
+        await asyncio.sleep(0.01)
+        for version in (2, 3, 4):
+            await publish(version)
+        assert list(engine._versions.values()) == [1, 2, 3, 4]
+        fake.finish_generating.set()
+        assert (await generating).policy_versions.tolist() == [1, 4]
+        await publish(5)
+        assert engine._versions == {"i-5": 5}
+
+    with_fake({}, scenario)
+
+
+# Caught: a cancelled start that leaves its thread waiting for the engine core (asyncio.run then waits too).
+@pytest.mark.parametrize("is_late", [False, True], ids=["core_runs", "core_appears_after_the_cancel"])
+def test_a_cancelled_start_kills_the_engine_core_and_ends_its_thread(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    begin, begun, cores = threading.Event(), threading.Event(), list[BaseProcess]()
+
+    def make_llm(self: VllmEngine) -> Any:
+        assert begin.wait(30)
+        core = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
+        core.start()
+        cores.append(core)
+        begun.set()
+        core.join(60)
+        raise RuntimeError("the engine core ended")
+
+    monkeypatch.setattr(VllmEngine, "_make_llm", make_llm)
+    monkeypatch.setattr("asyncrl.rollout_server.vllm_engine.KILL_INTERVAL_S", 0.05)
+
+    async def scenario() -> None:
+        starting = asyncio.ensure_future(make_engine().start())
+        if not is_late:
+            begin.set()
+            await asyncio.to_thread(begun.wait, 30)
+        else:
+            await asyncio.sleep(0.05)
+            asyncio.get_running_loop().call_later(0.2, begin.set)
+        starting.cancel()
+        async with asyncio.timeout(30):
+            await asyncio.wait({starting})
+        assert starting.cancelled()
+
+    try:
+        asyncio.run(scenario())
+        assert [core.exitcode for core in cores] == [-signal.SIGKILL]
+    finally:
+        for core in cores:
+            core.kill()
+            core.join(10)
 
 
 def test_an_engine_that_was_not_started_or_is_closed_says_so() -> None:

@@ -220,7 +220,7 @@ def test_a_snapshot_that_vanished_leaves_the_old_version_serving(tied: ServedMod
     path, manifest = tied.write_snapshot()
     os.unlink(path)
     with pytest.raises(SnapshotGone):
-        tied.await_(ShmTransport().stage(ShmTransport().offer(path, manifest)))
+        tied.await_(ShmTransport().stage(path, manifest))
     with pytest.raises(SnapshotGone, match=f"of version {manifest.version} is gone"):
         tied.await_(tied.update(path, manifest))
     [completion] = tied.generate(tied.request(PROMPT))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import asyncrl.stream
 from asyncrl.errors import WireError
 from asyncrl.stream.codec import WIRE_VERSION, Frame, Limits, Received, decode, encode, group_fields
-from asyncrl.stream.envelope import Envelope, SequenceCheck, SequenceGap
+from asyncrl.stream.envelope import MAX_SENDERS, Envelope, SequenceCheck, SequenceGap
 from asyncrl.stream.messages import (
     Acknowledged,
     AnyMessage,
@@ -36,6 +36,7 @@ from asyncrl.stream.messages import (
     StepReport,
     Stop,
     VersionCommitted,
+    VersionRefused,
     WeightsOffer,
 )
 from asyncrl.types import Int32, Plan, Span, Status, Trajectory, TrajectoryGroup
@@ -91,7 +92,7 @@ def same_group(a: TrajectoryGroup, b: TrajectoryGroup) -> bool:
     def record(group: TrajectoryGroup) -> tuple[Any, ...]:
         fields: list[Any] = []
         for t in group.trajectories:
-            fields += [t.reward, t.status, t.finish_reason, t.text]
+            fields += [t.reward, t.status, t.finish_reason, t.text, t.detail]
             for array in (t.token_ids, t.loss_mask, t.rollout_logprobs, t.policy_versions):
                 fields += [array.dtype, array.tobytes()]
         return group.ordinal, group.redraw, group.prompt_ids.tobytes(), fields, group.spans
@@ -127,6 +128,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         status=status,
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
         text=draw(st.text(max_size=8)),
+        detail="" if status is Status.SCORED else draw(st.text(max_size=8)),
     )
 
 
@@ -152,7 +154,7 @@ groups = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(groups)
 def test_a_group_comes_out_bit_for_bit(group: TrajectoryGroup) -> None:
-    # Mutation caught: versions and ids swapped in _group; float32 sent as float16; -0.0 normalised.
+    # Mutation caught: versions and ids swapped in _group; detail left out of group_fields; -0.0 normalised.
     received = decode([bytes(frame) for frame in finished(group)], LIMITS, peer=SENDER.encode())
     assert same_group(received.groups[0], group)
     assert received.header.sequence == 3
@@ -196,6 +198,7 @@ def test_a_lease_carries_its_prompt_and_its_row(row: dict[str, Any]) -> None:
         Acknowledged([(1, 0), (2, 1)]),
         WeightsOffer(2, "/dev/shm/x", b'{"a": 1}'),
         VersionCommitted(5, [Span("apply", 1.5, 2.5, {"mb": 3, "x": 0.5, "how": "shm"})]),
+        VersionRefused(5, "no space left"),
         RankHello("digest", 1, 2, "host", 12),
         Failed("engine died", "Traceback ..."),
         Stop(),
@@ -415,6 +418,12 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "huge reward": (lambda: scored(reward=-2e30), f"{T0}.reward", "-2e+30"),
     "scored without reward": (lambda: scored(reward=None), f"{T0}.reward", "None"),
     "reward without score": (lambda: scored(status=Status.ABORTED), f"{T0}.reward", "1.0"),
+    "detail of a scored one": (lambda: scored(detail="why"), f"{T0}.detail", "'why'"),
+    "long detail": (
+        lambda: finished(changed(two_trajectories(), 1, detail="x" * 2001)),
+        "body.group.trajectories[1].detail length",
+        "2001",
+    ),
     "group size": (lambda: a_group([trajectory([1])]), "body.group.trajectories length", "1"),
     "negative ordinal": (lambda: finished(two_trajectories(-1)), "body.group.(ordinal, redraw)", "(-1, 0)"),
     "empty prompt": (
@@ -444,6 +453,8 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "lease row extension": (lambda: lease(row={"a": msgspec.msgpack.Ext(5, b"x")}), "body.row.a", "Ext"),
     "lease row key": (lambda: lease(row={"a": {1: 2}}), "body.row.a key", "1"),
     "committed future": (lambda: encode(header(VersionCommitted(6))), "body.version", "6"),
+    "refused future": (lambda: encode(header(VersionRefused(6, "x"))), "body.version", "6"),
+    "refused negative": (lambda: encode(header(VersionRefused(-1, "x"))), "body.version", "-1"),
     "heartbeat state": (lambda: encode(header(Heartbeat([], 0, "asleep"))), "body.state", "'asleep'"),
     "no credits": (lambda: encode(header(ServerHello("", "h", 1, 0, 5))), "body.max_groups_in_flight", "0"),
     "rank": (lambda: encode(header(RankHello("", 2, 2, "h", 1))), "body.rank", "2"),
@@ -625,6 +636,21 @@ def test_a_gap_is_one_error_and_a_repetition_another() -> None:
     check.forget(SENDER)
     with pytest.raises(SequenceGap):
         check.check(header(Bye(), sequence=2))
+
+
+def test_strangers_make_the_check_forget_only_who_was_silent_for_longest() -> None:
+    # Mutation caught: no bound; the oldest sender dropped instead of the longest silent one.
+    check = SequenceCheck()
+    for sender in ("member", "silent"):
+        check.check(header(Bye(), sequence=0, sender=sender))
+    for n in range(MAX_SENDERS - 2):
+        check.check(header(Bye(), sequence=0, sender=f"stranger-{n}"))
+    check.check(header(Bye(), sequence=1, sender="member"))
+    check.check(header(Bye(), sequence=0, sender="one more"))
+    assert len(check._expected) == MAX_SENDERS
+    check.check(header(Bye(), sequence=2, sender="member"))
+    with pytest.raises(SequenceGap, match="sequence is 1, expected 0"):
+        check.check(header(Bye(), sequence=1, sender="silent"))
 
 
 def test_a_message_refused_for_its_arrays_still_counts_in_the_sequence() -> None:

@@ -13,7 +13,9 @@ from asyncrl.stream.outbox import Outbox, group_bytes
 from asyncrl.types import Status, Trajectory, TrajectoryGroup
 
 
-def group(ordinal: int, num_tokens: int = 10, redraw: int = 0, text: str = "") -> TrajectoryGroup:
+def group(
+    ordinal: int, num_tokens: int = 10, redraw: int = 0, text: str = "", detail: str = ""
+) -> TrajectoryGroup:
     t = Trajectory(
         np.zeros(num_tokens, np.int32),
         np.ones(num_tokens, np.uint8),
@@ -23,21 +25,22 @@ def group(ordinal: int, num_tokens: int = 10, redraw: int = 0, text: str = "") -
         Status.SCORED,
         "stop",
         text,
+        detail,
     )
     return TrajectoryGroup(ordinal, redraw, np.zeros(4, np.int32), [t, t])
 
 
-def test_the_bytes_of_a_group_are_those_of_its_arrays_and_texts() -> None:
-    # Mutation caught: the prompt counted for each trajectory; a character counted as a byte.
-    assert group_bytes(group(0, 10, text="a\u00e9")) == 4 * 4 + 2 * (13 * 10 + 3)
+def test_the_bytes_of_a_group_are_those_of_its_arrays_texts_and_details() -> None:
+    # Mutation caught: the prompt counted for each trajectory; a character counted as a byte; no details.
+    assert group_bytes(group(0, 10, text="a\u00e9", detail="\u00e9")) == 4 * 4 + 2 * (13 * 10 + 3 + 2)
 
 
-def test_what_is_sent_again_is_what_was_not_acknowledged_in_the_order_it_was_finished() -> None:
+def test_an_acknowledged_group_is_forgotten_once_and_another_not_at_all() -> None:
     outbox = Outbox(10_000)
     for ordinal in (5, 3, 9, 1):
         outbox.add(group(ordinal))
     assert outbox.acknowledge([(3, 0), (9, 1), (77, 0)]) == 1
-    assert [g.ordinal for g in outbox.unacknowledged()] == [5, 9, 1]
+    assert len(outbox) == 3
     assert outbox.acknowledge([(3, 0)]) == 0
     assert outbox.num_bytes == 3 * group_bytes(group(0))
 
@@ -55,15 +58,14 @@ def test_a_group_finished_twice_is_held_once() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.integers(0, 30)), max_size=30))
 def test_bytes_are_always_those_of_the_groups_held(steps: list[tuple[bool, int, int]]) -> None:
     # Mutation caught: acknowledge subtracting for groups that were not held.
-    outbox = Outbox(1000)
+    outbox, held = Outbox(1000), dict[int, TrajectoryGroup]()
     for adds, ordinal, num_tokens in steps:
         if adds:
-            outbox.add(group(ordinal, num_tokens))
+            held[ordinal] = group(ordinal, num_tokens)
+            outbox.add(held[ordinal])
         else:
-            outbox.acknowledge([(ordinal, 0)])
-        assert outbox.num_bytes == sum(map(group_bytes, outbox.unacknowledged()))
-    outbox.clear()
-    assert (len(outbox), outbox.num_bytes) == (0, 0)
+            assert outbox.acknowledge([(ordinal, 0)]) == (held.pop(ordinal, None) is not None)
+        assert (len(outbox), outbox.num_bytes) == (len(held), sum(map(group_bytes, held.values())))
 
 
 def test_a_full_outbox_has_room_again_once_enough_is_acknowledged() -> None:
@@ -92,7 +94,7 @@ def test_waiting_for_room_ends_at_its_deadline_with_the_figures() -> None:
         outbox.add(group(0))
         with pytest.raises(TimeoutError, match=r"1 groups of 276 bytes \(bound 100\) .* 0\.01 s"):
             await outbox.wait_for_room(0.01)
-        assert outbox.clear() == 1
+        assert outbox.acknowledge([(0, 0)]) == 1
         await outbox.wait_for_room(0.01)
 
     asyncio.run(run())

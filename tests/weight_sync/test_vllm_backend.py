@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,33 @@ def test_the_plugin_imports_nothing_heavy() -> None:
         "assert not {'torch', 'vllm', 'numpy', 'pydantic'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+# Caught: no early end (the atexit function runs); an error's exit code lost; a finalizer that runs later.
+@pytest.mark.parametrize(("ending", "code", "is_early"), [("", 0, True), ("raise ValueError", 1, False)])
+def test_a_process_that_is_done_leaves_at_once_behind_all_finalizers(
+    tmp_path: Path, ending: str, code: int, is_early: bool
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import atexit, multiprocessing, os\n"
+        "from multiprocessing.util import Finalize\n"
+        "def target():\n"
+        "    from asyncrl.weight_sync.vllm_plugin import leave_at_once\n"
+        "    Finalize(None, leave_at_once, exitpriority=-1000)\n"
+        "    Finalize(None, print, args=('finalizer',), exitpriority=0)\n"
+        "    atexit.register(print, 'atexit')\n"
+        f"    {ending or 'pass'}\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=target)\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "    print(process.exitcode)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(program)], timeout=60, check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert ended.stdout.split() == ["finalizer", *([] if is_early else ["atexit"]), str(code)]
 
 
 def test_the_plugin_registers_the_backend_however_often_it_is_called() -> None:

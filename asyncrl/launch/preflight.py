@@ -1,0 +1,126 @@
+"""Everything that can be wrong with a configuration, looked at before any process of the run starts.
+
+`prepare` (a run) and `asyncrl check` both call `check_config` and then, when the model is there,
+`check_model`: what the one refuses, the other does. The sizes that a configuration amounts to are computed
+here once. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.dtypes import compute_dtype, publish_dtype
+from asyncrl.envs.dataset import Dataset, load_rows, load_tokenizer, tokenize
+from asyncrl.envs.rewards import check_answers, resolve_reward
+from asyncrl.errors import ConfigError
+from asyncrl.launch.model_facts import check_length, read_tensor_shapes
+from asyncrl.launch.resources import ROLES, Placements, available_cores, place_processes, visible_gpus
+from asyncrl.rollout_server.vllm_process import engine_args
+from asyncrl.stream.sizes import max_group_bytes, max_shard_bytes
+from asyncrl.weight_sync.manifest import ITEMSIZES, lay_out
+from asyncrl.weight_sync.snapshot import bytes_free
+
+CPU_BLOCK_TOKENS = 32
+"""The CPU engine's KV blocks are multiples of it."""
+NUM_SNAPSHOTS = 2
+"""Snapshots at their peak: version v is unlinked when v + 1 is finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A configuration that fits this node, before its model is looked at."""
+
+    config: Config
+    placements: Placements
+    device: str
+    """cpu | cuda"""
+    rows: list[dict[str, Any]]
+
+
+def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
+    """What needs no model: devices, engine, messages, folders, reward, rows. Raises ConfigError, DataError.
+
+    `start`: the roles whose processes this node starts.
+    """
+    gpus = visible_gpus(config)
+    device = "cuda" if gpus else "cpu"
+    placements = place_processes(config, cores=available_cores(), gpus=gpus, start=start)
+    check_engine(config, device)
+    _check_messages(config)
+    _check_folders(config)
+    resolve_reward(config.reward, config.data.answer_key)
+    rows = load_rows(config.data, config.seed)
+    check_answers(config.reward, rows, config.data.answer_key, config.data.train)
+    return Examined(config, placements, device, rows)
+
+
+def check_model(examined: Examined, model_path: Path) -> Dataset:
+    """What the model's folder decides: lengths, snapshots, the data as tokens. Raises ConfigError, DataError."""
+    config = examined.config
+    check_length(model_path, max_sequence_tokens(config))
+    needed = snapshot_bytes(config, model_path, examined.device)
+    free = bytes_free(config.weight_sync.dir)
+    if needed > free:
+        raise ConfigError(
+            f"weight_sync.dir: {config.weight_sync.dir} has {free} bytes free and two snapshots need {needed}; "
+            "name a folder with more room"
+        )
+    return tokenize(examined.rows, config.data, load_tokenizer(model_path))
+
+
+def check_engine(config: Config, device: str) -> None:
+    """Raises ConfigError for engine settings that asyncrl or the device does not allow."""
+    block_size = config.rollout.block_size
+    if device == "cpu" and block_size is not None and block_size % CPU_BLOCK_TOKENS:
+        raise ConfigError(
+            f"rollout.block_size: {block_size} is not a multiple of {CPU_BLOCK_TOKENS}, which the engine "
+            f"needs on a CPU; use {-(-block_size // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS}, or null"
+        )
+    dtype = compute_dtype(config.learner, device)
+    engine_args(config.model, config.rollout, device, dtype, max_sequence_tokens(config))
+
+
+def max_sequence_tokens(config: Config) -> int:
+    """The longest prompt and one longest completion. Tokens."""
+    return config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+
+
+def max_group_tokens(config: Config) -> int:
+    """A packed group: the longest prompt once, then its longest completions. Tokens."""
+    rollout = config.rollout
+    return config.data.max_prompt_tokens + rollout.group_size * rollout.max_completion_tokens
+
+
+def snapshot_bytes(config: Config, model_path: Path, device: str) -> int:
+    """Host memory of the snapshots in weight_sync.dir: two versions at once. Bytes. Raises ConfigError."""
+    dtype = publish_dtype(config, device)
+    shapes = read_tensor_shapes(model_path)
+    tensors = ((name, shape, dtype, ITEMSIZES[dtype]) for name, shape in shapes.items())
+    return NUM_SNAPSHOTS * lay_out(tensors, incarnation="", version=0).total_bytes
+
+
+def _check_messages(config: Config) -> None:
+    limit = config.stream.max_message_bytes
+    for what, num_bytes in (
+        ("a group of the longest completions", max_group_bytes(config)),
+        ("one rank's share of a batch of them", max_shard_bytes(config)),
+    ):
+        if num_bytes > limit:
+            raise ConfigError(
+                f"stream.max_message_bytes: {limit} is less than the {num_bytes} bytes of {what}; raise it"
+            )
+
+
+def _check_folders(config: Config) -> None:
+    folder = config.weight_sync.dir
+    if not os.path.isdir(folder):
+        raise ConfigError(f"weight_sync.dir: {folder!r} is not a folder; name an existing one")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"weight_sync.dir: {folder!r} cannot be written to; name another folder")
+    if config.run.name is not None and (run := Path(config.run.dir) / config.run.name).exists():
+        raise ConfigError(f"run.name: {run.resolve()} exists already; choose another run.name")

@@ -1,0 +1,23 @@
+"""How large messages get, from the configuration. Byte credits and `asyncrl check` use the same figures."""
+
+from __future__ import annotations
+
+from asyncrl.config import Config
+
+BYTES_A_PROMPT_TOKEN = 4
+BYTES_A_TOKEN = 13
+"""Of a completion: id 4, log-prob 4, version 4, mask 1."""
+
+
+def max_group_bytes(config: Config) -> int:
+    """The arrays of a group on the wire, without its text. Bytes."""
+    rollout = config.rollout
+    return (
+        BYTES_A_PROMPT_TOKEN * config.data.max_prompt_tokens
+        + BYTES_A_TOKEN * rollout.group_size * rollout.max_completion_tokens
+    )
+
+
+def max_shard_bytes(config: Config) -> int:
+    """A rank's even share of a batch of such groups: one message. Bytes."""
+    return -(-config.learner.prompts_per_batch // config.learner.num_ranks) * max_group_bytes(config)

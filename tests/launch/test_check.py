@@ -1,0 +1,185 @@
+"""`asyncrl check` and what a run looks at first: the same questions, the same refusals, the right numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from model_folder import NUM_PARAMETERS, make_model_folder
+
+from asyncrl.check import check
+from asyncrl.config import Config
+from asyncrl.config_file import load_config
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch import preflight, prepare, resources
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model_folder(tmp_path / "model")
+
+
+def config_of(model: Path, *overrides: str) -> Config:
+    return load_config(None, [f"model={model}", f"run.dir={model.parent}/runs", *overrides])
+
+
+def run_prepare(config: Config, monkeypatch: pytest.MonkeyPatch) -> prepare.Prepared:
+    """`prepare` with a model that is there already."""
+
+    async def fetch_model(name: str) -> Path:
+        return Path(name)
+
+    monkeypatch.setattr(prepare, "fetch_model", fetch_model)
+    return asyncio.run(prepare.prepare(config))
+
+
+REFUSED = [
+    (["stream.max_message_bytes=2000"], ["stream.max_message_bytes: 2000", "2880", "raise it"]),
+    (["stream.max_message_bytes=46079"], ["stream.max_message_bytes: 46079", "46080", "one rank's share"]),
+    (["weight_sync.dir=/no/such/folder"], ["weight_sync.dir", "/no/such/folder", "existing"]),
+    (["data.max_prompt_tokens=2041"], ["max_prompt_tokens", "2049", "2048 positions"]),
+    (["data.max_prompt_tokens=4"], ["rev4", "data.max_prompt_tokens 4", "shortest has 5"]),
+    (["rollout.block_size=48"], ["rollout.block_size: 48", "multiple of 32", "use 64"]),
+    (["rollout.engine_args={dtype: half}"], ["rollout.engine_args.dtype", "remove it"]),
+    (["rollout.engine_args={weight_transfer_config: {}}"], ["engine_args.weight_transfer_config"]),
+    (["resources.cores={learner: [4096]}"], ["resources.cores.learner", "4096"]),
+    (["reward=exact_macth"], ["exact_macth", "exact_match"]),
+    (["data.train=missing.jsonl"], ["missing.jsonl", "data.train"]),
+    (["data.answer_key=solution"], ["solution", "data.answer_key"]),
+    (["run.name=model"], ["run.name", "exists already", "choose another"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "says"), REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
+def test_check_and_a_run_refuse_the_same_things_in_the_same_words(
+    overrides: list[str], says: list[str], model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Mutation: leave any of the questions out of check_config or check_model -> that case is not refused.
+    if "run.name=model" in overrides:
+        overrides = [*overrides, f"run.dir={model.parent}"]
+    config = config_of(model, *overrides)
+    with pytest.raises((ConfigError, DataError)) as checked:
+        check(config)
+    with pytest.raises((ConfigError, DataError)) as prepared:
+        run_prepare(config, monkeypatch)
+    assert str(checked.value) == str(prepared.value)
+    for part in says:
+        assert part in str(checked.value)
+
+
+def test_snapshots_that_do_not_fit_are_refused_to_the_byte(model: Path, monkeypatch: pytest.MonkeyPatch):
+    # [10, 8] takes 320 bytes and [7] 28, each rounded up to 64: 384, and two versions at once. Mutation: one
+    # version, or no rounding -> 767 bytes would do.
+    config = config_of(model)
+    monkeypatch.setattr(preflight, "bytes_free", lambda folder: 768)
+    assert run_prepare(config, monkeypatch).device == "cpu"
+    monkeypatch.setattr(preflight, "bytes_free", lambda folder: 767)
+    for refuse in (check, lambda config: run_prepare(config, monkeypatch)):
+        with pytest.raises(ConfigError, match=r"weight_sync\.dir.* 767 bytes free .* need 768"):
+            refuse(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "num_bytes"),
+    [
+        ([], "cpu", 768),
+        ([], "cuda", 2 * (192 + 64)),
+        (["learner.dtype=bfloat16"], "cpu", 2 * (192 + 64)),
+        (["learner.dtype=bfloat16", "weight_sync.dtype=float32"], "cuda", 768),
+    ],
+)
+def test_snapshot_bytes_follow_the_publish_dtype(
+    overrides: list[str], device: str, num_bytes: int, model: Path
+):
+    # Mutation: ignore weight_sync.dtype, or the device under auto -> one of the cases is off by a factor.
+    assert preflight.snapshot_bytes(config_of(model, *overrides), model, device) == num_bytes
+
+
+def test_check_shows_the_numbers_that_the_config_amounts_to(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Prompts of 3, 6 and 9 tokens with at most 6. Mutations: count the prompt once a trajectory (a group of
+    # 88), leave out max_staleness + 1 (8 outstanding), count dropped rows as kept (3).
+    rows = [{"prompt": "abc" * n, "answer": "x"} for n in (1, 2, 3)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr("asyncrl.launch.preflight.available_cores", lambda: [4, 5, 6, 7])
+    config = config_of(
+        model,
+        f"data.train={data}",
+        "data.max_prompt_tokens=6",
+        "rollout.group_size=4",
+        "rollout.max_completion_tokens=16",
+        "rollout.max_groups_in_flight=3",
+        "learner.prompts_per_batch=8",
+        "learner.num_ranks=2",
+        "learner.max_tokens_per_microbatch=150",
+        "learner.max_versions=5",
+        "max_staleness=1",
+        "stream.port=4567",
+    )
+    shown = dict(check(config))
+    assert shown["prompts"].startswith("2 kept from ")
+    assert shown["prompts"].endswith("1 dropped as longer than 6 tokens; the longest kept has 6")
+    assert shown["the run"] == "5 versions, 40 prompts, 20.00 epochs"
+    assert shown["a batch"] == "8 prompts x 4 = 32 trajectories, at most 560 packed tokens"
+    assert shown["a group"] == "at most 70 packed tokens (the prompt once)"
+    assert shown["microbatches"] == "about 2 a rank at full length, of 150 tokens"
+    assert shown["groups outstanding"].startswith("at most 16:")
+    assert shown["groups in flight"].startswith("3 a server")
+    assert shown["port"] == "127.0.0.1, 4567"
+    assert shown["messages"].startswith("a group of at most 856 bytes, a rank's batch of 3424,")
+    assert shown["model"].endswith(f": {NUM_PARAMETERS / 1e6:.2f} M parameters")
+    assert shown["snapshots"].startswith("two at once: 0.0 MB in /dev/shm, ")
+    assert (shown["learner-0"], shown["learner-1"]) == ("cores 6", "cores 7")
+    assert shown["rollout-server-0"] == "cores 4,5"
+
+
+def test_check_shows_each_process_with_its_own_gpus(model: Path, monkeypatch: pytest.MonkeyPatch):
+    # Mutation: ask for the CPU's placement -> no GPUs are shown.
+    monkeypatch.setattr(resources, "_num_gpus_present", lambda: 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    shown = dict(check(config_of(model)))
+    assert shown["learner-0"].endswith(", GPUs 5")
+    assert shown["rollout-server-0"].endswith(", GPUs 3")
+
+
+def test_the_cpu_rule_for_block_sizes_does_not_hold_on_a_gpu(model: Path, monkeypatch: pytest.MonkeyPatch):
+    # Mutation: ask for a multiple of 32 everywhere -> 16, vLLM's default on a GPU, is refused.
+    monkeypatch.setattr(resources, "_num_gpus_present", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert check(config_of(model, "rollout.block_size=16"))
+
+
+def test_a_model_that_is_not_here_is_said_so_and_nothing_is_fetched(tmp_path: Path):
+    # Mutation: call resolve_model whether or not it is ready -> it asks the Hub and fails.
+    config = load_config(None, ["model=nobody/no-such-model", f"run.dir={tmp_path}"])
+    shown = dict(check(config))
+    assert shown["model"].startswith("nobody/no-such-model: not here yet")
+    assert shown["prompts"].startswith("10000 from rev4")
+
+
+@pytest.mark.parametrize("content", [None, b"\x02", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"])
+def test_a_folder_without_readable_safetensors_is_refused(content: bytes | None, model: Path):
+    # Mutation: count no files as no parameters -> "0.00 M parameters".
+    file = model / "model.safetensors"
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match="safetensors"):
+        check(config_of(model))
+
+
+def test_check_of_a_ready_model_loads_neither_torch_nor_vllm(model: Path):
+    # Mutation: import AutoTokenizer, or vllm_engine in preflight -> torch or vllm is loaded.
+    program = (
+        "import sys; from asyncrl.check import check; from asyncrl.config_file import load_config\n"
+        f"check(load_config(None, ['model={model}']))\n"
+        "print([name for name in ('torch', 'vllm') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stderr
