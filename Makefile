@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Elsewhere this index holds the CPU build of torch; where a local wheel is found it is not needed.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help quickstart tiny test test-all lint bench env clean
+.PHONY: help quickstart tiny test test-all lint env clean
 
 help:
 	@echo "make quickstart  SmolLM2-135M learns the first-word task; about 6 minutes (+4 for the environment)"

@@ -4,6 +4,7 @@
     asyncrl learner CONFIG [key=value ...]           learner ranks and coordinator; servers connect to it
     asyncrl rollout-server CONFIG --connect H:P      one rollout server
     asyncrl check CONFIG [key=value ...]             all derived numbers; starts nothing
+    asyncrl schema                                   JSON schema of the configuration, for editors
 
 Exit codes: 0 done, 1 failed (the cause is the last thing printed), 2 the configuration or data is wrong,
 130 interrupted.
@@ -88,6 +89,16 @@ def check(config: ConfigPath = None, overrides: Overrides = None) -> None:
         table.add_row(what, value)
     print(dump_config(resolved))
     Console().print(table)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the configuration, for editors: every key, its default, its meaning."""
+    import json
+
+    from asyncrl.config import Config
+
+    print(json.dumps(Config.model_json_schema(), indent=2))
 
 
 def main() -> None:

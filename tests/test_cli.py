@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -146,3 +147,12 @@ def test_two_runs_that_start_in_the_same_second_get_different_names():
     # Mutation: name the run from the time alone -> one name.
     names = {default_run_name() for _ in range(5)}
     assert len(names) > 1
+
+
+def test_the_schema_documents_every_key(asyncrl: Asyncrl):
+    code, out, _ = asyncrl("schema")
+    assert code == 0
+    schema = json.loads(out)
+    assert schema["properties"]["max_staleness"]["default"] == 2
+    assert "versions" in schema["properties"]["max_staleness"]["description"]
+    assert schema["additionalProperties"] is False

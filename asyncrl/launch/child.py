@@ -82,6 +82,10 @@ def main() -> None:
     raise_on_sigterm()
     try:
         run(spec)
+        # Everything is closed, and taking torch and vLLM apart object by object would take seconds.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     except AsyncRLError as error:
         traceback.print_exc()
         sys.exit(f"asyncrl {spec.role} {spec.rank}: {' '.join(str(error).split())}")

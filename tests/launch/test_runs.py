@@ -220,3 +220,15 @@ def test_two_ranks_and_two_servers_on_one_node(tmp_path: Path):
         assert run.wait(270) == 0, run.text()
         assert run.metrics()[-1]["rollout/servers"] == 2
         run.assert_nothing_is_left()
+
+
+def test_ctrl_c_while_the_engine_starts_ends_everything(tmp_path: Path):
+    with started(tmp_path, "asyncrl.cli", "train", *overrides(tmp_path, *ENDLESS)) as run:
+        deadline = time.monotonic() + START_S
+        while not (run.run / "logs/rollout-server-0.log").exists():
+            assert time.monotonic() < deadline, run.text()
+            time.sleep(0.1)
+        time.sleep(3.0)  # into the import of torch and vLLM
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(END_S) == 130, run.text()
+        run.assert_nothing_is_left()

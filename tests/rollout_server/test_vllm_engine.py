@@ -278,3 +278,14 @@ def test_a_request_that_cannot_fit_is_refused_with_its_size(tied: ServedModel) -
         tied.generate(tied.request(PROMPT, max_tokens=355))
     with pytest.raises(EngineError, match=r"r\d+.*(vocab|300)"):
         tied.generate(tied.request([10, 300]))
+
+
+def test_prompts_beyond_one_steps_budget_are_prefilled_whole(tied: ServedModel) -> None:
+    # Caught: chunked prefill left on, which kills the worker at the first seeded prompt split over two steps.
+    tied.publish(seed=40)
+    prompts = [[4 + (i * 31 + j * 7) % 290 for j in range(350)] for i in range(16)]  # 5,600 tokens at once
+    completions = tied.generate(
+        *(tied.request(prompt, seed=i, max_tokens=3) for i, prompt in enumerate(prompts))
+    )
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert difference(tied, prompt, completion) < 1e-4
