@@ -41,6 +41,8 @@ class ServerState:
         """Records how many leases it holds from now on."""
         if self.num_leases > 0:
             self.leased_s += now_s - self.lease_clock_s
+        else:
+            self.last_step_s = now_s  # its engine had nothing to do until now
         self.lease_clock_s = now_s
         self.num_leases = num_leases
 
