@@ -21,7 +21,9 @@ from typing import Annotated
 import typer
 
 from asyncrl.config_file import load_config
-from asyncrl.errors import AsyncRLError, ConfigError, DataError
+from asyncrl.errors import AsyncRLError, ConfigError, DataError, last_line
+
+INTERRUPTED = 130
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
@@ -113,12 +115,13 @@ def _exit_code(command: Callable[[], None]) -> int:
         print(f"asyncrl: {error}", file=sys.stderr)
         return 2
     except AsyncRLError as error:
-        *context, cause = str(error).splitlines()
-        print(*context, f"asyncrl: {cause}", sep="\n", file=sys.stderr)
+        print(*str(error).splitlines()[:-1], f"asyncrl: {last_line(error)}", sep="\n", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except SystemExit as ended:
+        if ended.code != INTERRUPTED:  # what Typer makes of KeyboardInterrupt
+            raise
         print("asyncrl: interrupted; everything it started has ended", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     return 0
 
 

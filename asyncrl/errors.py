@@ -70,3 +70,8 @@ def first_cause(error: BaseException) -> BaseException:
 def one_line(error: BaseException) -> str:
     """An exception as `Type: message` on one line of at most 500 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+
+
+def last_line(error: BaseException) -> str:
+    """The cause itself: an error's message may carry context, such as the end of a log, above it."""
+    return (str(error).splitlines() or [type(error).__name__])[-1]

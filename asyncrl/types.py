@@ -58,9 +58,6 @@ class Prompt:
     """One data set row at one position of the data order."""
 
     ordinal: int
-    epoch: int
-    row_index: int
-    """Position in the data set as read (before shuffling)."""
     token_ids: Int32
     """[P]"""
     row: dict[str, Any]

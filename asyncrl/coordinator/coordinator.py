@@ -28,7 +28,7 @@ from asyncrl.coordinator.server_side import ServerSide
 from asyncrl.coordinator.staleness import OverAge, Pacing
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.envs.dataset import Dataset
-from asyncrl.errors import PeerLost, WireError, first_cause
+from asyncrl.errors import PeerLost, WireError, first_cause, last_line
 from asyncrl.run_directory import RunDirectory
 from asyncrl.stream.codec import Received
 from asyncrl.stream.envelope import SequenceGap
@@ -75,7 +75,7 @@ class Coordinator:
                     task.cancel()
         except BaseExceptionGroup as group:
             cause = first_cause(group)
-            await self.stop_peers(str(cause))
+            await self.stop_peers(last_line(cause))
             raise cause from None
 
     async def stop_peers(self, error: str) -> None:
@@ -114,7 +114,7 @@ class Coordinator:
                 await self._learner_side.take_in(peer, hello)
             case Failed() as failed if self._learner_side.rank_of(peer) is not None:
                 raise PeerLost(f"{failed.traceback}\n{received.header.sender} failed: {failed.error}")
-            case Bye():
+            case Bye():  # also of a process that was given up, or never taken in
                 self._let_go(peer)
             case _ if peer in servers:
                 servers[peer].last_heard_s = time.monotonic()
@@ -180,7 +180,8 @@ class Coordinator:
                 f"{len(learner.ranks)} of {self._num_ranks} learner ranks came, and no version was published, "
                 f"within timeouts.learner_start_s = {timeouts.learner_start_s:g} s"
             )
-        if not num_servers and waited_s > timeouts.engine_start_s:
+        alone_s = min(waited_s, time.monotonic() - self._server_side.servers.empty_since_s)
+        if not num_servers and alone_s > timeouts.engine_start_s:
             raise PeerLost(
                 f"no rollout server for timeouts.engine_start_s = {timeouts.engine_start_s:g} s; start one: "
                 f"asyncrl rollout-server CONFIG --connect {self._mailbox.address}"

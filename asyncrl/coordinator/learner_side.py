@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from asyncrl.config import Config
 from asyncrl.config_file import shared_digest
 from asyncrl.coordinator.batches import MaskedGroup, batch_metrics, mask_group, plan_batch
@@ -151,8 +153,13 @@ class LearnerSide:
         )
         self._formed[index] = batch_metrics(plan, masked), groups
         for rank, peer in self.ranks.items():
-            mine = [groups[p] for microbatch in plan.microbatches[rank] for p in microbatch]
+            mine = [_without_text(groups[p]) for microbatch in plan.microbatches[rank] for p in microbatch]
             await self._mailbox.send(peer, Batch(plan, rank, [group_fields(g) for g in mine]), groups=mine)
+
+
+def _without_text(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The ranks train on token ids; text and spans stay here."""
+    return replace(group, trajectories=[replace(t, text="", detail="") for t in group.trajectories], spans=[])
 
 
 def _mean_generation_s(groups: list[TrajectoryGroup]) -> float:

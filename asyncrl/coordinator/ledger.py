@@ -79,7 +79,7 @@ class Ledger:
         self._lost: list[int] = []
         self._refusals: Counter[int] = Counter()
         self.num_untrainable_in_a_row = 0
-        """Groups consumed without training since the last one that can train."""
+        """Groups consumed without training since the last one that came with something to train."""
         self._next_ordinal = 0
 
     @property
@@ -134,6 +134,7 @@ class Ledger:
         else:  # its lease was lost, and the result came all the same
             self._lost.remove(ordinal)
             heapq.heapify(self._lost)
+        self._refusals.pop(ordinal, None)
         described = describe_finished(group)
         if described.newest_trainable_version is None:
             self._consume_untrainable(ordinal)
@@ -159,6 +160,7 @@ class Ledger:
         if ordinal not in self._by_server.get(server, ()):
             return False
         self.lose([ordinal])
+        self.counts["groups_refused"] += 1
         self._refusals[ordinal] += 1
         if self._refusals[ordinal] < MAX_REFUSALS:
             return False
@@ -188,9 +190,10 @@ class Ledger:
             pacing=self.pacing,
             over_age=self.over_age,
         )
-        for ordinal in choice.consumed_untrainable:
+        for ordinal in choice.consumed_untrainable:  # it had a reward, but waited past its age
             self._take(ordinal)
             self._consume_untrainable(ordinal)
+            self.num_untrainable_in_a_row = 0
         if choice.ordinals is None:
             return None
         self.num_batches_formed += 1

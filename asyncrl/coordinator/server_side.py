@@ -63,8 +63,9 @@ class ServerSide:
 
     async def take_in(self, peer: bytes, hello: ServerHello) -> None:
         """Welcomes a server and offers it the newest version; refuses one with another configuration."""
-        if peer in self.servers:  # it starts anew under its old name
-            await self.give_up(self.servers[peer], "it said Hello again")
+        if peer in self.servers:  # it starts anew under its old name: what it had leased is lost
+            self._forget(self.servers[peer])
+            self._status.counts["servers_lost"] += 1
         digest = shared_digest(self._config)
         if hello.config_digest != digest:
             self._status.counts["servers_refused"] += 1
@@ -142,7 +143,9 @@ class ServerSide:
         if refusal.group is not None:
             ordinal, redraw = refusal.group
             if self._ledger.refuse(ordinal, peer):
+                self._last_detail = f"refused: {refusal.error}"
                 self._status.note(f"group {ordinal} is left out: its results were refused again and again")
+                self._check_rewards()
             self._count_leases(server)
             await self._send(server, Acknowledged([(ordinal, redraw)]))  # so that its sender forgets it
         if server.num_refused >= MAX_REFUSED_IN_A_ROW:
@@ -173,7 +176,8 @@ class ServerSide:
             reason = f"silent for timeouts.heartbeat_s = {timeouts.heartbeat_s:g} s"
             await self.give_up(server, reason if server.is_connected else "its connection broke")
         for server in self.servers.stalled(now_s):
-            await self.give_up(server, f"no engine step for timeouts.lease_s = {timeouts.lease_s:g} s")
+            still_s = now_s - server.last_step_s
+            await self.give_up(server, f"{server.state} without progress for {still_s:.0f} s")
 
     async def stop_all(self, error: str) -> None:
         for server in self.servers.all():
@@ -187,6 +191,7 @@ class ServerSide:
             raise WireError(f"{server.name} sent group {group.ordinal}, which was never leased")
         if verdict is Verdict.ACCEPTED:
             server.num_refused = 0
+            server.last_step_s = time.monotonic()  # rewards make no engine steps, but groups
             self._directory.append_spans(server.name, group.spans)
             self.num_new_tokens += sum(len(t) for t in group.trajectories)
             for trajectory in group.trajectories:
@@ -235,4 +240,3 @@ class ServerSide:
         except PeerLost:
             self._status.counts["sends_failed"] += 1
             server.is_connected = False
-            server.last_heard_s = float("-inf")

@@ -57,6 +57,8 @@ class Servers:
         self._states: dict[bytes, ServerState] = {}
         self._departed_s = 0.0, 0.0
         self._reported_s = 0.0, 0.0
+        self.empty_since_s = 0.0
+        """When the last server left; 0 before one has come."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -88,25 +90,28 @@ class Servers:
         state.count_leases(0, now_s)
         leased_s, total_s = self._departed_s
         self._departed_s = leased_s + state.leased_s, total_s + now_s - state.joined_s
+        if not self._states:
+            self.empty_since_s = now_s
         return state
 
     def heartbeat(self, peer: bytes, heartbeat: Heartbeat, now_s: float) -> None:
         state = self._states[peer]
-        if heartbeat.engine_steps != state.engine_steps or heartbeat.state != state.state:
+        moved = heartbeat.engine_steps != state.engine_steps or heartbeat.state != state.state
+        if moved or heartbeat.state == "idle":
             state.last_step_s = now_s
         state.engine_steps = heartbeat.engine_steps
         state.state = heartbeat.state
 
     def next_to_lease(self) -> list[ServerState]:
         """Servers with a committed version and a free credit, the least busy first."""
-        ready = [s for s in self._states.values() if s.version is not None]
+        ready = [s for s in self._states.values() if s.version is not None and s.is_connected]
         free = [s for s in ready if s.num_leases < s.max_groups_in_flight]
         return sorted(free, key=lambda s: (s.num_leases, s.peer))
 
     def silent(self, now_s: float) -> list[ServerState]:
-        """Servers not heard of for `timeouts.heartbeat_s`."""
+        """Servers not heard of for `timeouts.heartbeat_s`, or that a message did not find any more."""
         deadline_s = now_s - self._timeouts.heartbeat_s
-        return [s for s in self._states.values() if s.last_heard_s < deadline_s]
+        return [s for s in self._states.values() if s.last_heard_s < deadline_s or not s.is_connected]
 
     def stalled(self, now_s: float) -> list[ServerState]:
         """Servers that hold leases and stand still past the deadline of what they say they are doing."""

@@ -14,7 +14,7 @@ from types import FrameType
 
 import msgspec
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import one_line
 
 PR_SET_PDEATHSIG = 1
 
@@ -86,9 +86,11 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-    except AsyncRLError as error:
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
         traceback.print_exc()
-        sys.exit(f"asyncrl {spec.role} {spec.rank}: {' '.join(str(error).split())}")
+        sys.exit(f"asyncrl {spec.role} {spec.rank}: {one_line(error)}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import socket
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -48,7 +48,8 @@ def serve_rank(config: Config, spec: ChildSpec) -> None:
         except PeerLost:
             raise
         except Exception as error:
-            connection.send(Failed(one_line(error), traceback.format_exc()))
+            with suppress(PeerLost):  # it would hide the error itself
+                connection.send(Failed(one_line(error), traceback.format_exc()))
             raise
 
 

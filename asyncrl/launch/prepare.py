@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,8 @@ async def fetch_model(name: str) -> Path:
     try:
         output, _ = await process.communicate()
     except asyncio.CancelledError:
-        process.kill()
+        with suppress(ProcessLookupError):  # Ctrl-C reached it too
+            process.kill()
         await process.wait()
         raise
     if process.returncode:

@@ -22,7 +22,7 @@ from rich.console import Console
 from asyncrl.config import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
-from asyncrl.errors import first_cause
+from asyncrl.errors import first_cause, last_line
 from asyncrl.launch.child import ChildSpec
 from asyncrl.launch.console import show
 from asyncrl.launch.prepare import Prepared, message_limits, prepare
@@ -74,6 +74,7 @@ async def run_training(
         named = config.run.model_copy(update={"name": default_run_name()})
         config = config.model_copy(update={"run": named})
     prepared = await prepare(config, start=start)
+    await asyncio.sleep(0)  # a Ctrl-C that came meanwhile lands here, before anything is made
     directory = RunDirectory.create(config)
     launch = Launch(prepared, directory, start=start, on_listening=on_listening)
     try:
@@ -177,5 +178,5 @@ class Launch:
                     task.cancel()
         except BaseExceptionGroup as group:
             cause = first_cause(group)
-            await coordinator.stop_peers(str(cause).splitlines()[-1])
+            await coordinator.stop_peers(last_line(cause))
             raise cause from None

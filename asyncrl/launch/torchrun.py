@@ -7,12 +7,11 @@ all       run the same loop as the ranks that `asyncrl learner` starts by itself
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -106,12 +105,14 @@ def coordinator_process(config: Config) -> Iterator[Meeting]:
         )
         os.close(write_fd)
         try:
-            yield _read_meeting(read_fd, config.timeouts.learner_start_s)
+            yield _read_meeting(read_fd)
             code = process.wait()  # it has deadlines of its own: servers may still be leaving
             if code:
                 raise PeerLost(f"the coordinator ended with exit code {code}; its error stands above")
         finally:
             os.close(read_fd)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=2)  # it may be saying why it ends
             process.terminate()
             try:
                 process.wait(timeout=config.timeouts.shutdown_s)
@@ -120,12 +121,11 @@ def coordinator_process(config: Config) -> Iterator[Meeting]:
                 process.wait()
 
 
-def _read_meeting(descriptor: int, timeout_s: float) -> Meeting:
-    readable, _, _ = select.select([descriptor], [], [], timeout_s)
-    raw = os.read(descriptor, 1 << 16) if readable else b""
+def _read_meeting(descriptor: int) -> Meeting:
+    """Waits for as long as the coordinator fetches the model; the pipe closes when it ends."""
+    raw = os.read(descriptor, 1 << 16)
     if not raw:
-        why = "ended before it listened" if readable else f"did not listen within {timeout_s:g} s"
-        raise PeerLost(f"the coordinator {why}; its error stands above")
+        raise PeerLost("the coordinator ended before it listened; its error stands above")
     return msgspec.json.decode(raw, type=Meeting)
 
 

@@ -50,6 +50,10 @@ MAX_VERSIONS_REFUSED = 3
 """A server that could not take so many versions in a row ends."""
 
 
+RETRY_S = 2.0
+"""Between two tries of a version; and how long the next offer may lag behind a snapshot it replaced."""
+
+
 class Stopped(Exception):
     """The coordinator said Stop, with its error or none; a control-flow signal inside this file."""
 
@@ -168,7 +172,8 @@ class RolloutServer:
     async def _apply_versions(self) -> None:
         """Applies the newest offered version; those that were replaced meanwhile are skipped.
 
-        A version that cannot be taken is reported, and the old one goes on serving.
+        A version that cannot be taken is reported, the old one goes on serving, and the newest is tried again
+        after a moment: without a server that takes it, no newer one may ever come.
         """
         num_refused = 0
         while True:
@@ -181,18 +186,27 @@ class RolloutServer:
                 continue
             try:
                 spans = await self._apply(offer.path, manifest)
-            except SnapshotGone:
-                continue  # a newer version is finished: its offer is on the way
             except EngineUnfit:
                 raise
             except WeightSyncError as error:
+                if isinstance(error, SnapshotGone) and await self._newer_than(offer):
+                    continue
                 num_refused += 1
                 if num_refused >= MAX_VERSIONS_REFUSED:
                     raise
                 await self._connection.send(VersionRefused(offer.version, one_line(error)))
+                await self._newer_than(offer)
+                self._offered.set()
                 continue
             num_refused = 0
             await self._connection.send(VersionCommitted(offer.version, spans))
+
+    async def _newer_than(self, offer: WeightsOffer) -> bool:
+        """Waits a moment for the offer that replaces this one. Returns whether it came."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RETRY_S):
+                await self._offered.wait()
+        return self._offer is not offer
 
     def _has(self, manifest: Manifest) -> bool:
         """Whether the engine serves this version, or a newer one of the same incarnation."""

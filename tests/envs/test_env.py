@@ -31,7 +31,7 @@ def rollout(sampled: Sampled, outcome: RewardOutcome, seen: list[Any], tokenizer
         seen.append((completion, row))
         return outcome
 
-    prompt = Prompt(4, 0, 9, np.array([5, 6], np.int32), {"answer": "ba"})
+    prompt = Prompt(4, np.array([5, 6], np.int32), {"answer": "ba"})
     return asyncio.run(SingleTurnEnv(tokenizer or build_tokenizer()).rollout(prompt, generate, score))
 
 
@@ -91,6 +91,6 @@ def test_the_engines_error_is_passed_on() -> None:
     async def score(completion: str, row: dict[str, Any]) -> RewardOutcome:
         raise AssertionError("scored")
 
-    prompt = Prompt(0, 0, 0, np.array([5], np.int32), {})
+    prompt = Prompt(0, np.array([5], np.int32), {})
     with pytest.raises(RuntimeError, match="engine died"):
         asyncio.run(SingleTurnEnv(build_tokenizer()).rollout(prompt, generate, score))

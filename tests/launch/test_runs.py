@@ -130,7 +130,8 @@ def assert_run_directory(path: Path) -> None:
     assert all(t["status"] == "scored" and t["reward"] in (0.0, 1.0) for t in trained)
     assert all(59 - version <= 2 for t in trained for version in t["versions"])
     events = [json.loads(line) for line in (path / "events.jsonl").open()]
-    assert {"generate", "wait", "step", "publish", "verify", "pause", "apply"} <= {e["name"] for e in events}
+    names = {"generate", "reward", "wait", "step", "publish", "verify", "pause", "apply"}
+    assert names <= {event["name"] for event in events}
     assert all(e["start_s"] <= e["end_s"] for e in events)
     assert "max_staleness: 2" in (path / "config.yaml").read_text()
     assert sorted(p.name for p in (path / "logs").iterdir()) == ["learner-0.log", "rollout-server-0.log"]
