@@ -237,6 +237,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--versions", type=int, help="versions of asyncrl measured in a round, after the first"
     )
+    parser.add_argument("--trl-batch", type=int, help="completions of one TRL microbatch")
     parser.add_argument("--mode", choices=MODES, help="of asyncrl; default: the fastest known for the task")
     parser.add_argument("--cores", type=int, default=2, help="cores that both sides use")
     parser.add_argument("--seed", type=int, default=0)
