@@ -1,0 +1,44 @@
+"""What the README and the docs name exists, and the configuration they show loads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.config import Config
+from asyncrl.config_file import all_keys, validate_config
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path):
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page: Path):
+    names = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|yaml))`", page.read_text()))
+    names -= {"my_rewards.py", "my.yaml", "config.yaml"}  # a user's own, and the run directory's
+    folders = [ROOT, ROOT / "asyncrl", ROOT / "configs", *(ROOT / "asyncrl").iterdir()]
+    assert [name for name in sorted(names) if not any((folder / name).exists() for folder in folders)] == []
+
+
+def test_the_readmes_configuration_is_valid_and_its_table_of_renames_names_real_keys():
+    text = (ROOT / "README.md").read_text()
+    [block] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    validate_config(yaml.safe_load(block))
+    keys = set(all_keys(Config))
+    renamed = re.findall(r"^\| `[^|]*\| `([a-z_.]+)`", text, re.MULTILINE)
+    assert len(renamed) > 5
+    assert [key for key in renamed if key not in keys] == []
+
+
+def test_every_make_target_of_the_readme_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text())) <= targets | {"one"}
