@@ -9,9 +9,9 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 .PHONY: help quickstart tiny test test-all lint env clean
 
 help:
-	@echo "make quickstart  SmolLM2-135M learns the first-word task; about 6 minutes (+4 for the environment)"
+	@echo "make quickstart  SmolLM2-135M learns the first-word task; about 5 minutes (+8 the first time: .venv, model)"
 	@echo "make tiny        the 0.4M model learns rev4; about 2 minutes"
-	@echo "make test        the tests that a change must pass; at most 9 minutes"
+	@echo "make test        the tests that a change must pass; about 10 minutes"
 	@echo "make test-all    those and the slow ones; at most 25 minutes"
 	@echo "make lint        ruff and basedpyright; under 1 minute"
 	@echo "make env         only make .venv from requirements/cpu.lock"

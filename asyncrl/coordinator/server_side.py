@@ -81,6 +81,7 @@ class ServerSide:
             return
         self._status.counts["servers_joined"] += 1
         server = self.servers.join(peer, hello, time.monotonic())
+        self._status.note(f"rollout server {server.name} is up")
         await self._send(server, ServerWelcome())
         if self._offer is not None:
             await self._send(server, self._offer)

@@ -6,6 +6,7 @@ The launcher resolves the name before anything starts; reward workers resolve it
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,11 +39,26 @@ def resolve_reward(name: str, answer_key: str = "answer") -> Reward:
 
         return reward
     if ":" in name:
-        return import_function(name, "reward")
+        own: Reward = import_function(name, "reward")
+        _check_signature(own, name)
+        return own
     raise ConfigError(
         f"reward {name!r} is unknown{did_you_mean(name, BUILT_IN)}; "
         f"use {', '.join(BUILT_IN)}, or module:attr of f(completion, row) -> float"
     )
+
+
+def _check_signature(reward: Reward, name: str) -> None:
+    """Raises ConfigError for a function that cannot be called as f(completion, row)."""
+    try:
+        inspect.signature(reward).bind("", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {name!r} cannot be called as f(completion, row): {error}; it scores one completion (a "
+            "string) with its row (a dict), and returns a number"
+        ) from error
+    except ValueError:  # a built-in function whose signature Python cannot tell
+        return
 
 
 def check_answers(name: str, rows: Sequence[dict[str, Any]], answer_key: str, source: str) -> None:

@@ -117,6 +117,9 @@ def _check_messages(config: Config) -> None:
 
 
 def _check_folders(config: Config) -> None:
+    looks_like_a_path = config.model.startswith(("/", "./", "../", "~"))
+    if looks_like_a_path and not os.path.isdir(os.path.expanduser(config.model)):
+        raise ConfigError(f"model: {config.model!r} is not a folder; name one, or a model of the Hub")
     folder = config.weight_sync.dir
     if not os.path.isdir(folder):
         raise ConfigError(f"weight_sync.dir: {folder!r} is not a folder; name an existing one")

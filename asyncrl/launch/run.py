@@ -124,6 +124,9 @@ class Launch:
                 try:
                     await self._start_children(mailbox.address, f"file://{rendezvous}/torch")
                     await self._watch(coordinator)
+                except asyncio.CancelledError:
+                    self._say(f"ending what was started (at most {self._config.timeouts.shutdown_s:g} s)")
+                    raise
                 finally:
                     await asyncio.shield(self._processes.stop())
 
@@ -132,6 +135,10 @@ class Launch:
         dropped = f", {dataset.num_too_long} dropped as too long" if dataset.num_too_long else ""
         self._say(f"run {self._directory.path}")
         self._say(f"{len(dataset)} prompts from {dataset.source}{dropped}; model {self._prepared.model_path}")
+        if self._start:
+            self._say(
+                f"starting {' and '.join(self._start)} (about a minute); logs in {self._directory.logs}"
+            )
 
     def _announce(self, address: str) -> None:
         if self._on_listening is not None:

@@ -35,37 +35,30 @@ async def _run(config: Config, model_path: str, address: str, device: str) -> No
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     engine = make_engine(config, model_path, device)
-    try:
-        async with reward_pool(config) as rewards:
-            await engine.start()
-            await _serve(config, model_path, address, engine, rewards)
-    finally:
-        await engine.close()
-
-
-async def _serve(
-    config: Config, model_path: str, address: str, engine: VllmEngine, rewards: RewardPool
-) -> None:
     # Process ids repeat between containers, and the coordinator knows a server by its name alone.
     name = f"rollout-server-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    envelope = Envelope(name, max_message_bytes=config.stream.max_message_bytes)
-    limits = message_limits(config, Path(model_path))
-    async with Connection(
+    connecting = Connection(
         address,
-        envelope,
-        limits,
+        Envelope(name, max_message_bytes=config.stream.max_message_bytes),
+        message_limits(config, Path(model_path)),
         heartbeat_s=config.timeouts.heartbeat_s,
         connect_s=config.timeouts.connect_s,
-    ) as connection:
-        server = RolloutServer(
-            config,
-            engine,
-            connection,
-            env=SingleTurnEnv(load_tokenizer(model_path)),
-            score=rewards.score,
-            transport=ShmTransport(),
-        )
-        await server.run()
+    )
+    try:
+        # Connected before the engine starts: a wrong address shows in seconds, not after a minute.
+        async with connecting as connection, reward_pool(config) as rewards:
+            await engine.start()
+            server = RolloutServer(
+                config,
+                engine,
+                connection,
+                env=SingleTurnEnv(load_tokenizer(model_path)),
+                score=rewards.score,
+                transport=ShmTransport(),
+            )
+            await server.run()
+    finally:
+        await engine.close()
 
 
 def make_engine(config: Config, model_path: str, device: str) -> VllmEngine:

@@ -285,7 +285,7 @@ def test_a_silent_server_loses_its_leases_to_another_and_every_prompt_trains_onc
             await run.task
             assert [b.plan.ordinals for b in batches] == [[0, 1], [2, 3], [4, 5]]
             assert metrics_of(run)[-1]["counts/servers_lost"] == 1
-            assert "silent" in run.coordinator.status.notes[0]
+            assert any("silent for timeouts.heartbeat_s" in note for note in run.coordinator.status.notes)
 
     asyncio.run(scenario())
 
@@ -358,8 +358,9 @@ def test_a_server_that_keeps_sending_tokens_from_the_future_is_counted_named_and
             assert status.counts["messages_refused"] == 5
             assert status.counts["servers_lost"] == 1
             assert any("group 0 is left out" in note for note in status.notes)
-            assert "liar" in status.notes[0]
-            assert "9" in status.notes[0]
+            assert any(
+                "refused a message" in note and "liar" in note and "9" in note for note in status.notes
+            )
             learner.cancel()
             await asyncio.gather(learner, return_exceptions=True)
 
@@ -487,6 +488,6 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(tmp_path: Path)
             ):
                 await run.task
             await asyncio.gather(server, learner, return_exceptions=True)
-            assert "KeyError: 'answer'" in run.coordinator.status.notes[0]
+            assert any("KeyError: 'answer'" in note for note in run.coordinator.status.notes)
 
     asyncio.run(scenario())

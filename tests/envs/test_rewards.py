@@ -68,3 +68,13 @@ def test_an_answer_that_can_never_be_right_is_refused(reward: str, row: dict, me
 
 def test_the_users_own_reward_reads_whatever_columns_it_likes() -> None:
     check_answers("my_module:f", [{}], "answer", "train.jsonl")
+
+
+def test_a_reward_with_another_signature_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Mutation: only imported, so that it fails in every rollout instead.
+    (tmp_path / "batched_rewards.py").write_text("def batched(completions, *, answers): return [0.0]")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"batched_rewards:batched.*f\(completion, row\)"):
+        resolve_reward("batched_rewards:batched")
