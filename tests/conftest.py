@@ -198,7 +198,7 @@ def engine_loop() -> Iterator[Callable[[Coroutine[Any, Any, T]], T]]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=240)
+    yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=500)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(timeout=10)
     loop.close()

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-START_S = 200.0
-END_S = 60.0
+START_S = 500.0
+END_S = 120.0
 MARK = "ASYNCRL_TEST_MARK"
 
 
@@ -108,7 +108,7 @@ def child(run: Started, role: str) -> psutil.Process:
 
 def test_the_tiny_model_learns_within_the_bound_and_leaves_a_whole_run_directory(tmp_path: Path):
     with started(tmp_path, "asyncrl.cli", "train", *overrides(tmp_path)) as run:
-        assert run.wait(270) == 0, run.text()
+        assert run.wait(600) == 0, run.text()
         metrics = run.metrics()
         rewards = [m["critic/score/mean"] for m in metrics]
         assert [m["training/policy_version"] for m in metrics] == list(range(1, 61))
@@ -218,7 +218,7 @@ def test_two_ranks_under_torchrun_with_a_server_from_another_terminal(tmp_path: 
 def test_two_ranks_and_two_servers_on_one_node(tmp_path: Path):
     more = ["learner.max_versions=4", "learner.num_ranks=2", "rollout.num_servers=2"]
     with started(tmp_path, "asyncrl.cli", "train", *overrides(tmp_path, *more)) as run:
-        assert run.wait(270) == 0, run.text()
+        assert run.wait(600) == 0, run.text()
         assert run.metrics()[-1]["rollout/servers"] == 2
         run.assert_nothing_is_left()
 
