@@ -18,7 +18,7 @@ def run_checks(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
         [sys.executable, str(SCRIPT), *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=400,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"name"')]
