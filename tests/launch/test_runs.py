@@ -138,9 +138,10 @@ def assert_run_directory(path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(path / "model").num_parameters() == 404_736
 
 
-def test_the_same_run_from_two_terminals(tmp_path: Path):
-    short = overrides(tmp_path, "learner.max_versions=3")
-    with started(tmp_path, "asyncrl.cli", "learner", *short) as learner:
+def run_from_two_terminals(tmp_path: Path, learner_command: list[str], *more: str) -> None:
+    """A learner, then a rollout server that connects to where it says; both end well and leave nothing."""
+    short = overrides(tmp_path, "learner.max_versions=3", *more)
+    with started(tmp_path, *learner_command, "learner", *short) as learner:
         deadline = time.monotonic() + START_S
         while not (found := re.search(r"--connect (\S+)", learner.text())):
             assert learner.process.poll() is None, learner.text()
@@ -153,6 +154,10 @@ def test_the_same_run_from_two_terminals(tmp_path: Path):
             assert [m["training/policy_version"] for m in learner.metrics()] == [1, 2, 3]
             server.assert_nothing_is_left()
         learner.assert_nothing_is_left()
+
+
+def test_the_same_run_from_two_terminals(tmp_path: Path):
+    run_from_two_terminals(tmp_path, ["asyncrl.cli"])
 
 
 ENDLESS = ["learner.max_versions=100000", "learner.lr=1e-5"]
@@ -198,20 +203,8 @@ def test_a_killed_launcher_takes_its_children_with_it(tmp_path: Path):
 
 @pytest.mark.slow
 def test_two_ranks_under_torchrun_with_a_server_from_another_terminal(tmp_path: Path):
-    short = overrides(tmp_path, "learner.max_versions=3", "learner.num_ranks=2")
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "asyncrl.cli"]
-    with started(tmp_path, *torchrun, "learner", *short) as learner:
-        deadline = time.monotonic() + START_S
-        while not (found := re.search(r"--connect (\S+)", learner.text())):
-            assert learner.process.poll() is None, learner.text()
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        command = ["rollout-server", *short, "--connect", found[1]]
-        with started(tmp_path, "asyncrl.cli", *command, name="server") as server:
-            assert learner.wait() == 0, learner.text() + server.text()
-            assert server.wait(END_S) == 0, server.text()
-            assert [m["training/policy_version"] for m in learner.metrics()] == [1, 2, 3]
-        learner.assert_nothing_is_left()
+    run_from_two_terminals(tmp_path, torchrun, "learner.num_ranks=2")
 
 
 @pytest.mark.slow
