@@ -8,8 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config
-    from asyncrl.config_file import load_config
+    from asyncrl.config import Config, load_config
     from asyncrl.errors import AsyncRLError, ConfigError
     from asyncrl.types import Prompt, Trajectory, TrajectoryGroup
 
@@ -20,7 +19,7 @@ _HOME = {
     "Prompt": "asyncrl.types",
     "Trajectory": "asyncrl.types",
     "TrajectoryGroup": "asyncrl.types",
-    "load_config": "asyncrl.config_file",
+    "load_config": "asyncrl.config",
 }
 
 __all__ = [

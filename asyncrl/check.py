@@ -83,11 +83,16 @@ def _pacing(config: Config) -> Rows:
         "groups outstanding",
         f"at most {(bound + 1) * config.learner.prompts_per_batch}: leased or finished, in no batch yet",
     )
-    in_flight = rollout.max_groups_in_flight
-    if in_flight == "auto":
-        most = max(1, rollout.max_num_seqs // rollout.group_size)
-        in_flight = f"at most {most} (auto: what the KV cache holds)"
-    yield "groups in flight", f"{in_flight} a server, {rollout.num_servers} servers from here"
+    in_flight, num_prompts = rollout.max_groups_in_flight, config.learner.prompts_per_batch
+    most = max(1, rollout.max_num_seqs // rollout.group_size) if in_flight == "auto" else in_flight
+    shown = f"at most {most} (auto: what the KV cache holds)" if in_flight == "auto" else in_flight
+    yield "groups in flight", f"{shown} a server, {rollout.num_servers} servers from here"
+    if bound and most * max(1, rollout.num_servers) > num_prompts:
+        yield (
+            "",
+            f"more than a batch ({num_prompts}): what is generated beyond one waits and grows older; "
+            "rollout.max_groups_in_flight limits it",
+        )
 
 
 def _stream(config: Config) -> Rows:

@@ -7,12 +7,13 @@
     asyncrl schema                                   JSON schema of the configuration, for editors
 
 Exit codes: 0 done, 1 failed (the cause is the last thing printed), 2 the configuration or data is wrong,
-130 interrupted.
+130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,11 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.config_file import load_config
+from asyncrl.config import load_config
 from asyncrl.errors import AsyncRLError, ConfigError, DataError, last_line
 
 INTERRUPTED = 130
+TERMINATED = 128 + signal.SIGTERM
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
@@ -77,19 +79,24 @@ def rollout_server(
 
 
 @app.command()
-def check(config: ConfigPath = None, overrides: Overrides = None) -> None:
+def check(
+    config: ConfigPath = None,
+    overrides: Overrides = None,
+    resolved: Annotated[bool, typer.Option(help="Print the whole resolved configuration too.")] = False,
+) -> None:
     """Resolve the configuration, print every derived number, start nothing."""
     from rich.console import Console
     from rich.table import Table
 
     from asyncrl.check import check as derive
-    from asyncrl.config_file import dump_config
+    from asyncrl.config import dump_config
 
-    resolved = load_config(*split_arguments(config, overrides))
+    loaded = load_config(*split_arguments(config, overrides))
     table = Table.grid(padding=(0, 2))
-    for what, value in derive(resolved):
+    for what, value in derive(loaded):
         table.add_row(what, value)
-    print(dump_config(resolved))
+    if resolved:
+        print(dump_config(loaded))
     Console().print(table)
 
 
@@ -118,10 +125,12 @@ def _exit_code(command: Callable[[], None]) -> int:
         print(*str(error).splitlines()[:-1], f"asyncrl: {last_line(error)}", sep="\n", file=sys.stderr)
         return 1
     except SystemExit as ended:
-        if ended.code != INTERRUPTED:  # what Typer makes of KeyboardInterrupt
+        # INTERRUPTED is what Typer makes of KeyboardInterrupt.
+        words = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}
+        if ended.code not in words:
             raise
-        print("asyncrl: interrupted; everything it started has ended", file=sys.stderr)
-        return INTERRUPTED
+        print(f"asyncrl: {words[ended.code]}; everything it started has ended", file=sys.stderr)
+        return ended.code
     return 0
 
 

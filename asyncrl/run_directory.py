@@ -2,8 +2,8 @@
 
 runs/<name>/config.yaml                    the resolved config
            /metrics.jsonl                  one object a version, flat keys area/name
-           /events.jsonl                   spans with monotonic times
-           /trajectories/version_000012.jsonl
+           /events.jsonl                   spans with monotonic times; the first line has the wall-clock time too
+           /trajectories/version_000012.jsonl   prompt, answer, text, reward, versions of each trajectory
            /logs/<role>-<rank>.log         what each process printed
            /model/                         the last version, Hugging Face format
 """
@@ -14,11 +14,11 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from asyncrl.config import Config
-from asyncrl.config_file import dump_config
+from asyncrl.config import Config, dump_config
 from asyncrl.errors import ConfigError
 from asyncrl.types import Span, TrajectoryGroup
 
@@ -26,6 +26,16 @@ from asyncrl.types import Span, TrajectoryGroup
 def default_run_name() -> str:
     """From the time, and four hex digits: two runs may start in the same second."""
     return f"{time.strftime('run-%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """What is written of a group's prompt."""
+
+    text: str
+    """As it was tokenised, the chat template applied."""
+    answer: Any
+    """The row's answer column; None where it has none."""
 
 
 class RunDirectory:
@@ -53,6 +63,8 @@ class RunDirectory:
         directory.logs.mkdir()
         (path / "trajectories").mkdir()
         directory.config_file.write_text(dump_config(config))
+        now_s = time.monotonic()
+        directory.append_spans("coordinator", [Span("created", now_s, now_s, {"unix_s": time.time()})])
         return directory
 
     def log_file(self, role: str, rank: int) -> Path:
@@ -74,13 +86,20 @@ class RunDirectory:
                 },
             )
 
-    def write_trajectories(self, version: int, groups: list[TrajectoryGroup], limit: int | None) -> None:
-        """The trajectories that version `version` was trained on; at most `limit` (None: all)."""
+    def write_trajectories(
+        self, version: int, groups: list[TrajectoryGroup], prompts: list[PromptText], limit: int | None
+    ) -> None:
+        """The trajectories that version `version` was trained on; at most `limit` (None: all).
+
+        `prompts`: of each group.
+        """
         lines = [
             json.dumps(
                 {
                     "ordinal": group.ordinal,
                     "sample": sample,
+                    "prompt": prompt.text,
+                    "answer": prompt.answer,
                     "reward": trajectory.reward,
                     "status": trajectory.status,
                     "finish_reason": trajectory.finish_reason,
@@ -89,10 +108,11 @@ class RunDirectory:
                     "trained_tokens": int(trajectory.loss_mask.sum()),
                     "versions": sorted(set(trajectory.policy_versions.tolist())),
                     "text": trajectory.text,
+                    "detail": trajectory.detail,
                 },
                 ensure_ascii=False,
             )
-            for group in groups
+            for group, prompt in zip(groups, prompts, strict=True)
             for sample, trajectory in enumerate(group.trajectories)
         ]
         target = self.path / "trajectories" / f"version_{version:06d}.jsonl"

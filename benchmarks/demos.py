@@ -23,7 +23,7 @@ from typing import Any
 from machine import describe_machine, package_versions, print_result, use_cores
 from runs import REPOSITORY, FinishedRun, say, train
 
-from asyncrl.config_file import load_config
+from asyncrl.config import load_config
 from asyncrl.models.source import resolve_model
 
 TARGET = 0.85

@@ -27,7 +27,7 @@ from machine import describe_machine, package_versions, print_result, use_cores
 from runs import REPOSITORY, FinishedRun, run_child, say, train
 from trl_spec import TrlSpec, same_work
 
-from asyncrl.config_file import load_config
+from asyncrl.config import load_config
 
 MODES = ("overlapped", "overlapped-shared-cores", "synchronous")
 """One half of the cores a role, S = 2; every core for both roles, S = 2; every core for both in turn, S = 0."""

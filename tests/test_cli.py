@@ -39,6 +39,8 @@ def asyncrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 MISTAKES = [
+    ("rollout.n=8", ["rollout.n: unknown key", "here it is rollout.group_size"]),
+    ("run.name=../x", ["run.name: '../x'", "Letters, digits"]),
     ("max_stalness=2", ["max_stalness: unknown key", "did you mean max_staleness?"]),
     ("learner.lr=fast", ["learner.lr: 'fast'", "number"]),
     ("rollout.group_size=500", ["rollout.group_size 500", "rollout.max_num_seqs 128", "must fit"]),
@@ -108,13 +110,16 @@ def test_a_config_file_that_is_not_there_exits_with_2(asyncrl: Asyncrl):
     )
 
 
-def test_check_prints_the_resolved_config_and_its_numbers_and_starts_nothing(asyncrl: Asyncrl):
+def test_check_prints_its_numbers_starts_nothing_and_shows_the_resolved_config_on_demand(asyncrl: Asyncrl):
     # Mutation: print the file instead of the resolved config -> max_staleness is missing.
     code, out, err = asyncrl("check", "model=nobody/no-such-model", "max_staleness=3")
     assert (code, err) == (0, "")
-    assert "max_staleness: 3" in out
+    assert "max_staleness: 3" not in out
     for row in ("prompts", "a batch", "microbatches", "groups in flight", "port", "learner-0"):
-        assert f"\n{row}" in out
+        assert f"\n{row}" in f"\n{out}"
+    code, out, err = asyncrl("check", "--resolved", "model=nobody/no-such-model", "max_staleness=3")
+    assert (code, err) == (0, "")
+    assert "max_staleness: 3" in out
 
 
 def test_help_names_every_command():

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "asyncrl"
 
 LAYERS = [
-    {"types", "config", "errors", "config_file", "dtypes"},
+    {"types", "config", "errors", "dtypes"},
     {"algorithms", "envs", "models", "stream", "run_directory"},
     {"coordinator", "rollout_server", "learner", "weight_sync"},
     {"launch"},
@@ -21,8 +21,7 @@ LAYERS = [
 ]
 """A part imports from lower layers and from itself."""
 WITHIN_A_LAYER = {
-    ("config_file", "config"),
-    ("config_file", "errors"),
+    ("config", "errors"),
     ("dtypes", "config"),
     ("models", "envs"),  # the tiny model is warmed up on a demonstration task
     ("learner", "weight_sync"),  # both ends of a version's way: the manifest, the snapshot, the transports

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.config import Config
-from asyncrl.config_file import all_keys, validate_config
+from asyncrl.config import Config, all_keys, validate_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

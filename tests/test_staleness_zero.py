@@ -21,8 +21,7 @@ import torch.distributed as dist
 from conftest import MAX_MODEL_LEN, VOCAB_SIZE, ServedModel
 from torch.distributed.device_mesh import init_device_mesh
 
-from asyncrl.config import Config
-from asyncrl.config_file import load_config, shared_digest
+from asyncrl.config import Config, load_config, shared_digest
 from asyncrl.coordinator.batches import plan_batch, shard_of
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
@@ -108,7 +107,7 @@ def make_dataset() -> Dataset:
     prompts = [
         rng.integers(4, VOCAB_SIZE, int(rng.integers(3, 40))).astype(np.int32) for _ in range(NUM_ROWS)
     ]
-    rows = [TokenizedRow({"answer": ""}, ids, index) for index, ids in enumerate(prompts)]
+    rows = [TokenizedRow({"answer": ""}, "", ids, index) for index, ids in enumerate(prompts)]
     return Dataset("test", rows, NUM_ROWS, 0)
 
 
@@ -168,7 +167,7 @@ def run_asynchronously(served: ServedModel, config: Config, learner: RecordingLe
     assert listening.wait(20)
     envelope = Envelope("learner-0", max_message_bytes=1 << 24)
     with BlockingConnection(address[0], envelope, limits(), heartbeat_s=10.0, connect_s=10.0) as connection:
-        connection.send(RankHello(shared_digest(config), 0, 1, "host", 1))
+        connection.send(RankHello(shared_digest(config), 0, 1))
         assert isinstance(connection.recv(10.0).body, RankWelcome)
         publisher = SnapshotPublisher(
             learner, config, torch.device("cpu"), run=RUN, incarnation=envelope.incarnation

@@ -58,9 +58,7 @@ class Coordinator:
         over_age: OverAge = "keep" if config.over_age == "keep" else "mask"  # the only two that are built
         self._ledger = Ledger(pacing, over_age)
         self._server_side = ServerSide(config, dataset, mailbox, self._ledger, self.status, directory)
-        self._learner_side = LearnerSide(
-            config, mailbox, self._ledger, self.status, directory, num_rows=len(dataset)
-        )
+        self._learner_side = LearnerSide(config, dataset, mailbox, self._ledger, self.status, directory)
         self._departed = asyncio.Event()
 
     async def run(self) -> None:
@@ -109,7 +107,7 @@ class Coordinator:
                 await self._mailbox.tell(peer, Stop(""))
                 self._mailbox.forget(peer)
             case ServerHello() as hello:
-                await self._server_side.take_in(peer, hello)
+                await self._server_side.take_in(peer, received.header.sender, hello)
             case RankHello() as hello:
                 await self._learner_side.take_in(peer, hello)
             case Failed() as failed if self._learner_side.rank_of(peer) is not None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asyncrl.config import Config
-from asyncrl.config_file import shared_digest
+from asyncrl.config import Config, shared_digest
 from asyncrl.coordinator.batches import MaskedGroup, batch_metrics, mask_group, plan_batch
 from asyncrl.coordinator.ledger import Ledger
 from asyncrl.coordinator.mailbox import Mailbox
+from asyncrl.coordinator.order import place
 from asyncrl.coordinator.staleness import can_form_batch
 from asyncrl.coordinator.status import RunStatus
+from asyncrl.envs.dataset import Dataset
 from asyncrl.errors import PeerLost
-from asyncrl.run_directory import RunDirectory
+from asyncrl.run_directory import PromptText, RunDirectory
 from asyncrl.stream.codec import group_fields
 from asyncrl.stream.messages import (
     Batch,
@@ -34,23 +35,21 @@ class LearnerSide:
     def __init__(
         self,
         config: Config,
+        dataset: Dataset,
         mailbox: Mailbox,
         ledger: Ledger,
         status: RunStatus,
         directory: RunDirectory,
-        *,
-        num_rows: int,
     ) -> None:
-        """`num_rows`: of the data set; an epoch is so many ordinals."""
         self.ranks: dict[int, bytes] = {}
         self.version = -1
         """Newest announced version; -1 before the first."""
         self._config = config
+        self._dataset = dataset
         self._mailbox = mailbox
         self._ledger = ledger
         self._status = status
         self._directory = directory
-        self._num_rows = num_rows
         self._formed: dict[int, tuple[dict[str, float], list[TrajectoryGroup]]] = {}
 
     async def take_in(self, peer: bytes, hello: RankHello) -> None:
@@ -105,7 +104,7 @@ class LearnerSide:
         metrics = {
             "training/global_step": float(version),
             "training/policy_version": float(version),
-            "training/epoch": float(max(group.ordinal for group in groups) // self._num_rows),
+            "training/epoch": float(max(group.ordinal for group in groups) // len(self._dataset)),
             **of_batch,
             **report.metrics,
             "timing_s/step": step_s,
@@ -122,7 +121,8 @@ class LearnerSide:
         self._directory.append_spans("learner-0", report.spans)
         self._directory.append_metrics(metrics)
         limit = self._config.run.trajectories_per_version
-        self._directory.write_trajectories(version, groups, None if limit == "all" else limit)
+        prompts = [self._prompt_text(group.ordinal) for group in groups]
+        self._directory.write_trajectories(version, groups, prompts, None if limit == "all" else limit)
         self._status.record_version(version, metrics)
         return version == self._config.learner.max_versions
 
@@ -134,6 +134,11 @@ class LearnerSide:
     async def stop_all(self, error: str) -> None:
         for peer in self.ranks.values():
             await self._mailbox.tell(peer, Stop(error))
+
+    def _prompt_text(self, ordinal: int) -> PromptText:
+        _, row = place(self._config.seed, ordinal, len(self._dataset))
+        kept = self._dataset[row]
+        return PromptText(kept.text, kept.row.get(self._config.data.answer_key))
 
     def _mask(self, index: int, group: TrajectoryGroup) -> MaskedGroup:
         return mask_group(

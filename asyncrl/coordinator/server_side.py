@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from asyncrl.config import Config
-from asyncrl.config_file import shared_digest
+from asyncrl.config import Config, shared_digest
 from asyncrl.coordinator.ledger import LeaseRecord, Ledger, Verdict
 from asyncrl.coordinator.mailbox import Mailbox, Refusal
 from asyncrl.coordinator.order import place, request_seed
@@ -61,7 +60,7 @@ class ServerSide:
         self._offer: WeightsOffer | None = None
         self._last_detail = ""
 
-    async def take_in(self, peer: bytes, hello: ServerHello) -> None:
+    async def take_in(self, peer: bytes, name: str, hello: ServerHello) -> None:
         """Welcomes a server and offers it the newest version; refuses one with another configuration."""
         if peer in self.servers:  # it starts anew under its old name: what it had leased is lost
             self._forget(self.servers[peer])
@@ -69,7 +68,7 @@ class ServerSide:
         digest = shared_digest(self._config)
         if hello.config_digest != digest:
             self._status.counts["servers_refused"] += 1
-            self._status.note(f"refused rollout server {hello.host}:{hello.pid}: another configuration")
+            self._status.note(f"refused {name}: another configuration")
             await self._mailbox.tell(
                 peer,
                 Stop(
@@ -80,8 +79,8 @@ class ServerSide:
             self._mailbox.forget(peer)
             return
         self._status.counts["servers_joined"] += 1
-        server = self.servers.join(peer, hello, time.monotonic())
-        self._status.note(f"rollout server {server.name} is up")
+        server = self.servers.join(peer, name, hello, time.monotonic())
+        self._status.note(f"{server.name} is up")
         await self._send(server, ServerWelcome())
         if self._offer is not None:
             await self._send(server, self._offer)
@@ -100,7 +99,7 @@ class ServerSide:
                 self._status.record_commit(committed.version, committed.spans)
             case VersionRefused(version, error):
                 self._status.counts["versions_refused"] += 1
-                self._status.note(f"rollout server {server.name} could not take version {version}: {error}")
+                self._status.note(f"{server.name} could not take version {version}: {error}")
             case Failed() as failed:
                 await self.give_up(server, failed.error)
             case body:
@@ -158,9 +157,8 @@ class ServerSide:
             return
         self._status.counts["servers_lost"] += 1
         lost = self._forget(server)
-        self._status.note(f"lost rollout server {server.name}: {reason}; {len(lost)} groups are leased anew")
-        await self._mailbox.tell(server.peer, Stop(reason))
-        self._mailbox.forget(server.peer)
+        self._status.note(f"lost {server.name}: {reason}; {len(lost)} groups are leased anew")
+        await self._mailbox.tell(server.peer, Stop(reason))  # and again, should it go on all the same
 
     def let_go(self, peer: bytes, *, expected: bool) -> None:
         """The server said Bye."""
@@ -168,7 +166,7 @@ class ServerSide:
         lost = self._forget(server)
         self._mailbox.forget(peer)
         if not expected:
-            self._status.note(f"rollout server {server.name} left; {len(lost)} groups are leased anew")
+            self._status.note(f"{server.name} left; {len(lost)} groups are leased anew")
 
     async def give_up_the_lost(self, now_s: float) -> None:
         """Gives up servers that are silent, or whose engine stands still, past their deadlines."""

@@ -17,7 +17,7 @@ class ServerState:
 
     peer: bytes
     name: str
-    """host:pid, for people."""
+    """What it calls itself in every header: `rollout-server-0` where `asyncrl train` started it."""
     max_groups_in_flight: int
     last_heard_s: float
     last_step_s: float
@@ -72,10 +72,10 @@ class Servers:
     def all(self) -> list[ServerState]:
         return list(self._states.values())
 
-    def join(self, peer: bytes, hello: ServerHello, now_s: float) -> ServerState:
+    def join(self, peer: bytes, name: str, hello: ServerHello, now_s: float) -> ServerState:
         state = ServerState(
             peer,
-            f"{hello.host}:{hello.pid}",
+            name,
             max(1, min(hello.max_groups_in_flight, hello.max_unacknowledged_bytes // self._group_bytes)),
             last_heard_s=now_s,
             last_step_s=now_s,

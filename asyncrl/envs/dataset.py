@@ -28,6 +28,8 @@ class TokenizedRow:
     """One row that is short enough."""
 
     row: dict[str, Any]
+    text: str
+    """The prompt as it was tokenised: the chat template is applied."""
     token_ids: Int32
     """[P]"""
     row_index: int
@@ -102,11 +104,16 @@ def tokenize(rows: Sequence[dict[str, Any]], data: DataConfig, tokenizer: PreTra
             "do), add a chat_template.jinja to its folder, or make the prompts strings"
         )
     token_ids: list[list[int]] = [[] for _ in rows]
-    rendered = [_render(prompts[index], tokenizer, f"{data.train}, row {index} (from 0)") for index in chats]
-    _encode_into(token_ids, chats, rendered, tokenizer, add_special_tokens=False)
+    texts = [
+        prompt
+        if isinstance(prompt, str)
+        else _render(prompt, tokenizer, f"{data.train}, row {index} (from 0)")
+        for index, prompt in enumerate(prompts)
+    ]
+    _encode_into(token_ids, chats, texts, tokenizer, add_special_tokens=False)
     plain = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
-    _encode_into(token_ids, plain, [prompts[index] for index in plain], tokenizer, add_special_tokens=True)
-    return _keep_short(rows, token_ids, data)
+    _encode_into(token_ids, plain, texts, tokenizer, add_special_tokens=True)
+    return _keep_short(rows, texts, token_ids, data)
 
 
 def _prompt(row: dict[str, Any], data: DataConfig) -> Any:
@@ -137,22 +144,25 @@ def _encode_into(
     tokenizer: PreTrainedTokenizerFast,
     add_special_tokens: bool,
 ) -> None:
-    if not texts:
+    if not indices:
         return
+    chosen = [texts[index] for index in indices]
     encoded = tokenizer(
-        texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
+        chosen, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
     )
     for index, ids in zip(indices, encoded["input_ids"], strict=True):
         token_ids[index] = ids
 
 
-def _keep_short(rows: Sequence[dict[str, Any]], token_ids: list[list[int]], data: DataConfig) -> Dataset:
+def _keep_short(
+    rows: Sequence[dict[str, Any]], texts: list[str], token_ids: list[list[int]], data: DataConfig
+) -> Dataset:
     kept: list[TokenizedRow] = []
-    for index, (row, ids) in enumerate(zip(rows, token_ids, strict=True)):
+    for index, (row, text, ids) in enumerate(zip(rows, texts, token_ids, strict=True)):
         if not ids:
             raise DataError(f"{data.train}, row {index} (from 0): the prompt has no tokens")
         if len(ids) <= data.max_prompt_tokens:
-            kept.append(TokenizedRow(row, np.array(ids, np.int32), index))
+            kept.append(TokenizedRow(row, text, np.array(ids, np.int32), index))
     if not kept:
         raise DataError(
             f"{data.train}: all {len(rows)} prompts are longer than data.max_prompt_tokens "

@@ -57,7 +57,7 @@ def raise_on_sigterm() -> None:
 
 def run(spec: ChildSpec) -> None:
     """Runs the role to its end."""
-    from asyncrl.config_file import load_config
+    from asyncrl.config import load_config
 
     config = load_config(spec.config_file)
     if spec.role == "learner":
@@ -71,7 +71,8 @@ def run(spec: ChildSpec) -> None:
     else:
         from asyncrl.launch.server_process import run_rollout_server
 
-        run_rollout_server(config, spec.model_path, spec.address, device=spec.device)
+        name = f"{spec.role}-{spec.rank}"
+        run_rollout_server(config, spec.model_path, spec.address, name=name, device=spec.device)
 
 
 def main() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from asyncrl.config import Config
-from asyncrl.config_file import shared_digest
+from asyncrl.config import Config, shared_digest
 from asyncrl.errors import PeerLost, one_line
 from asyncrl.launch.child import ChildSpec
 from asyncrl.launch.prepare import message_limits
@@ -71,9 +68,7 @@ def _serve(config: Config, spec: ChildSpec, connection: BlockingConnection, enve
 
 def say_hello(config: Config, rank: int, connection: BlockingConnection) -> None:
     """Introduces the rank; the welcome carries the run and the incarnation. Raises PeerLost."""
-    connection.send(
-        RankHello(shared_digest(config), rank, config.learner.num_ranks, socket.gethostname(), os.getpid())
-    )
+    connection.send(RankHello(shared_digest(config), rank, config.learner.num_ranks))
     try:
         body = connection.recv(config.timeouts.connect_s).body
     except TimeoutError:
@@ -91,14 +86,16 @@ def say_hello(config: Config, rank: int, connection: BlockingConnection) -> None
 def process_group(config: Config, rank: int, device_name: str, init_method: str) -> Iterator[None]:
     """torch.distributed over the learner ranks: NCCL on GPUs, gloo on a CPU."""
     device = torch.device(device_name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # without an index: the launcher shows a rank its own GPU
+    if device.type == "cuda":  # without an index: the launcher shows a rank its own GPU
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=init_method,
         rank=rank,
         world_size=config.learner.num_ranks,
         timeout=timedelta(seconds=config.timeouts.collective_s),
+        device_id=device if device.type == "cuda" else None,
     )
     try:
         yield

@@ -53,9 +53,11 @@ async def fetch_model(name: str) -> Path:
             process.kill()
         await process.wait()
         raise
+    *_, said = output.decode().splitlines() or [""]
     if process.returncode:
-        raise ConfigError(f"model: {name!r} could not be brought here; the reason stands above")
-    return Path(output.decode().splitlines()[-1])
+        said = said or f"python -m asyncrl.models ended with exit code {process.returncode}; see above"
+        raise ConfigError(f"model: {name!r} could not be brought here: {said}")
+    return Path(said)
 
 
 def message_limits(config: Config, model_path: Path) -> Limits:

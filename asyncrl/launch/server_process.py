@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import signal
-import socket
 from pathlib import Path
 
 from asyncrl.config import Config
@@ -22,21 +20,22 @@ from asyncrl.stream.envelope import Envelope
 from asyncrl.weight_sync.shm import ShmTransport
 
 
-def run_rollout_server(config: Config, model_path: str, address: str, *, device: str) -> None:
-    """Serves until the coordinator says Stop. SIGTERM and Ctrl-C end the engine first. Raises the cause."""
+def run_rollout_server(config: Config, model_path: str, address: str, *, name: str, device: str) -> None:
+    """Serves until the coordinator says Stop. SIGTERM and Ctrl-C end the engine first. Raises the cause.
+
+    `name`: what the coordinator knows this server by; no other server of the run may have it.
+    """
     try:
-        asyncio.run(_run(config, model_path, address, device))
+        asyncio.run(_run(config, model_path, address, name, device))
     except asyncio.CancelledError:
         raise SystemExit(128 + signal.SIGTERM) from None
 
 
-async def _run(config: Config, model_path: str, address: str, device: str) -> None:
+async def _run(config: Config, model_path: str, address: str, name: str, device: str) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     engine = make_engine(config, model_path, device)
-    # Process ids repeat between containers, and the coordinator knows a server by its name alone.
-    name = f"rollout-server-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     connecting = Connection(
         address,
         Envelope(name, max_message_bytes=config.stream.max_message_bytes),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
+import socket
 import sys
 
 from asyncrl.config import Config
@@ -37,4 +39,6 @@ def run_standalone_server(config: Config, address: str) -> None:
     check_length(model_path, max_sequence_tokens(config))
     from asyncrl.launch.server_process import run_rollout_server
 
-    run_rollout_server(config, str(model_path), address, device=device)
+    # The coordinator knows a server by its name, and process ids repeat between containers.
+    name = f"rollout-server-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    run_rollout_server(config, str(model_path), address, name=name, device=device)

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config import Config
-from asyncrl.config_file import dump_config
+from asyncrl.config import Config, dump_config
 from asyncrl.errors import ConfigError, PeerLost
 from asyncrl.launch.child import ChildSpec
 from asyncrl.launch.resources import available_cores, count_gpus

@@ -1,13 +1,14 @@
 """`python -m asyncrl.models NAME`: resolves the model and prints its folder as the last line of stdout.
 
-Progress goes to stderr; a ConfigError too, with exit code 2. The launcher runs it as a subprocess.
+Progress goes to stderr. What is wrong with NAME stands in place of the folder, with exit code 2. The launcher
+runs it as a subprocess.
 """
 
 from __future__ import annotations
 
 import sys
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, one_line
 from asyncrl.models.source import resolve_model
 
 
@@ -18,7 +19,7 @@ def main() -> int:
     try:
         print(resolve_model(sys.argv[1]))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(one_line(error))
         return 2
     return 0
 

@@ -13,14 +13,11 @@ It ends when told to, when the coordinator is gone (PeerLost), or when its engin
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import time
 import traceback
 from contextlib import suppress
 
-from asyncrl.config import Config
-from asyncrl.config_file import shared_digest
+from asyncrl.config import Config, shared_digest
 from asyncrl.envs.env import Env, Score
 from asyncrl.errors import EngineUnfit, PeerLost, SnapshotGone, WeightSyncError, first_cause, one_line
 from asyncrl.rollout_server.engine import Engine
@@ -110,8 +107,6 @@ class RolloutServer:
         await self._connection.send(
             ServerHello(
                 config_digest=shared_digest(self._config),
-                host=socket.gethostname(),
-                pid=os.getpid(),
                 max_groups_in_flight=max_groups,
                 max_unacknowledged_bytes=self._outbox.max_bytes,
             )

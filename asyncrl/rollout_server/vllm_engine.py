@@ -153,9 +153,10 @@ class VllmEngine:
         num_held = ((cache.num_gpu_blocks or 0) - 1) // blocks_each
         num_requests = min(llm.vllm_config.scheduler_config.max_num_seqs, num_held)
         if num_requests < 1:
+            key = "kv_cache_gib" if self._device == "cpu" else "gpu_memory_utilization"
             raise EngineError(
                 f"the KV cache of {cache.num_gpu_blocks} blocks of {cache.block_size} tokens does not hold "
-                f"a request of {self._max_model_len} tokens; raise rollout.kv_cache_gib"
+                f"a request of {self._max_model_len} tokens; raise rollout.{key}"
             )
         return num_requests
 

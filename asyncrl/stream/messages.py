@@ -26,8 +26,6 @@ class ServerHello(Message, frozen=True, tag=True):
     """First word of a rollout server. `config_digest` covers what both ends must agree on."""
 
     config_digest: str
-    host: str
-    pid: int
     max_groups_in_flight: int
     """Credits: groups the coordinator may lease to this server at once."""
     max_unacknowledged_bytes: int
@@ -129,8 +127,6 @@ class RankHello(Message, frozen=True, tag=True):
     config_digest: str
     rank: int
     num_ranks: int
-    host: str
-    pid: int
 
 
 class RankWelcome(Message, frozen=True, tag=True):

@@ -1,7 +1,7 @@
 """The coordinator's socket, and what every socket of the stream has in common.
 
 Every option is set, never inherited; docs/wire.md has the table with reasons. Only loopback addresses can be
-bound so far (config.py refuses others): the stream is neither encrypted nor authenticated.
+bound so far (config/system.py refuses others): the stream is neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Listener:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            raise PeerLost(f"peer {peer!r} is not connected any more; its work is leased anew") from None
+            raise PeerLost(f"peer {peer!r} is not connected any more") from None
         finally:
             self._readiness.wake()
 

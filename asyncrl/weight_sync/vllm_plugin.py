@@ -9,13 +9,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 from multiprocessing.util import Finalize
 
 BACKEND = "asyncrl"
 
 
 def register() -> None:
-    """Registers the backend once, however often it is called, and lets vLLM's own processes end quickly."""
+    """Registers the backend once, however often it is called.
+
+    It also makes vLLM's own processes end: at once when their work is done, and with their parent.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -24,6 +28,19 @@ def register() -> None:
         )
         if multiprocessing.parent_process() is not None:  # an engine core or a worker
             Finalize(None, leave_at_once, exitpriority=-1000)  # behind all other finalizers
+            threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Waits for the end of the process that started this one, then ends this one at once.
+
+    An engine core whose rollout server was killed (by the system, short of memory, say) waits for requests for
+    ever, and keeps its memory. Its workers do notice that it is gone.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def leave_at_once() -> None:

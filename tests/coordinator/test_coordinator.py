@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.config import Config
-from asyncrl.config_file import load_config, shared_digest
+from asyncrl.config import Config, load_config, shared_digest
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
 from asyncrl.envs.dataset import Dataset, TokenizedRow
@@ -64,7 +63,10 @@ def make_config(tmp_path: Path, *overrides: str) -> Config:
 
 
 def make_dataset() -> Dataset:
-    rows = [TokenizedRow({"prompt": str(i), "answer": str(i)}, np.array([i], np.int32), i) for i in range(10)]
+    rows = [
+        TokenizedRow({"prompt": str(i), "answer": str(i)}, f"<{i}>", np.array([i], np.int32), i)
+        for i in range(10)
+    ]
     return Dataset("test", rows, num_rows=10, num_too_long=0)
 
 
@@ -139,7 +141,7 @@ async def serve(
     """A scripted rollout server: commits every offer, answers every lease. Returns the ordinals leased."""
     ordinals: list[int] = []
     async with run.connect(name) as connection:
-        await say_hello(connection, ServerHello(shared_digest(run.config), "host", 1, 4, 1 << 20))
+        await say_hello(connection, ServerHello(shared_digest(run.config), 4, 1 << 20))
         version = -1
 
         async def beat() -> None:
@@ -207,7 +209,7 @@ async def learn(
             await wait_for(VersionRecorded)
             await connection.send(VersionPublished(version, "/nowhere", b"{}"))
 
-        await say_hello(connection, RankHello(shared_digest(run.config), 0, 1, "host", 2))
+        await say_hello(connection, RankHello(shared_digest(run.config), 0, 1))
         await publish(0)
         for index in range(run.config.learner.max_versions):
             batch = await wait_for(Batch)
@@ -325,7 +327,7 @@ def test_a_server_with_another_configuration_is_refused_with_both_digests(tmp_pa
     async def scenario() -> None:
         async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
             async with run.connect("stranger") as connection:
-                await connection.send(ServerHello("0000", "host", 1, 4, 1 << 20))
+                await connection.send(ServerHello("0000", 4, 1 << 20))
                 body = (await connection.recv()).body
             assert isinstance(body, Stop)
             assert "0000" in body.error
@@ -339,7 +341,7 @@ def test_a_server_that_keeps_sending_tokens_from_the_future_is_counted_named_and
         async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
             learner = asyncio.ensure_future(learn(run))
             async with run.connect("liar") as connection:
-                await say_hello(connection, ServerHello(shared_digest(run.config), "host", 1, 1, 1 << 20))
+                await say_hello(connection, ServerHello(shared_digest(run.config), 1, 1 << 20))
                 error = ""
                 while not error:
                     received = await connection.recv()
@@ -384,7 +386,7 @@ def test_an_acknowledged_group_is_acknowledged_again_when_it_is_sent_twice(tmp_p
         async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
             learner = asyncio.ensure_future(learn(run))
             async with run.connect("server") as connection:
-                await say_hello(connection, ServerHello(shared_digest(run.config), "host", 1, 1, 1 << 20))
+                await say_hello(connection, ServerHello(shared_digest(run.config), 1, 1 << 20))
                 acknowledged: list[tuple[int, int]] = []
                 while len(acknowledged) < 2:
                     received = await connection.recv()
@@ -414,7 +416,7 @@ def test_a_stranger_cannot_end_the_run_with_failed_nor_with_another_configuratio
             async with run.connect("stranger") as connection:
                 await connection.send(Failed("boom", ""))
             async with run.connect("other") as connection:
-                await connection.send(ServerHello("0000", "host", 1, 4, 1 << 20))
+                await connection.send(ServerHello("0000", 4, 1 << 20))
                 await connection.send(Heartbeat([], 0, "idle"))
             server = asyncio.ensure_future(serve(run))
             await learn(run)
@@ -431,7 +433,7 @@ def test_a_server_that_fails_is_given_up_and_the_run_goes_on_with_another(tmp_pa
         async with running(config) as run, asyncio.timeout(DEADLINE_S):
             learner = asyncio.ensure_future(learn(run))
             async with run.connect("doomed") as connection:
-                await say_hello(connection, ServerHello(shared_digest(run.config), "host", 1, 4, 1 << 20))
+                await say_hello(connection, ServerHello(shared_digest(run.config), 4, 1 << 20))
                 while True:
                     received = await connection.recv()
                     if isinstance(received.body, WeightsOffer):
@@ -456,7 +458,7 @@ def test_a_server_that_joins_while_the_run_ends_is_sent_home(tmp_path: Path):
             learner = asyncio.ensure_future(learn(run, before_bye=exporting.wait))
             await serve(run)
             async with run.connect("late") as connection:
-                await connection.send(ServerHello(shared_digest(run.config), "host", 1, 4, 1 << 20))
+                await connection.send(ServerHello(shared_digest(run.config), 4, 1 << 20))
                 assert (await connection.recv()).body == Stop("")
             exporting.set()
             await learner

@@ -17,7 +17,7 @@ def registry(*, group_bytes: int = 100, max_bytes: int = 10_000, max_groups: int
         TimeoutsConfig(lease_s=LEASE_S, sync_s=SYNC_S, reward_s=REWARD_S, heartbeat_s=HEARTBEAT_S),
         group_bytes,
     )
-    servers.join(PEER, ServerHello("d", "host", 1, max_groups, max_bytes), 0.0)
+    servers.join(PEER, "server", ServerHello("d", max_groups, max_bytes), 0.0)
     return servers
 
 

@@ -12,8 +12,7 @@ import pytest
 from model_folder import NUM_PARAMETERS, make_model_folder
 
 from asyncrl.check import check
-from asyncrl.config import Config
-from asyncrl.config_file import load_config
+from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch import preflight, prepare, resources
 
@@ -177,7 +176,7 @@ def test_a_folder_without_readable_safetensors_is_refused(content: bytes | None,
 def test_check_of_a_ready_model_loads_neither_torch_nor_vllm(model: Path):
     # Mutation: import AutoTokenizer, or vllm_engine in preflight -> torch or vllm is loaded.
     program = (
-        "import sys; from asyncrl.check import check; from asyncrl.config_file import load_config\n"
+        "import sys; from asyncrl.check import check; from asyncrl.config import load_config\n"
         f"check(load_config(None, ['model={model}']))\n"
         "print([name for name in ('torch', 'vllm') if name in sys.modules])"
     )

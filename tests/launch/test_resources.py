@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from asyncrl.config import Config
-from asyncrl.config_file import load_config
+from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch import resources
 from asyncrl.launch.resources import Placement, place_one_server, place_processes, visible_gpus

@@ -193,13 +193,13 @@ def test_a_lease_carries_its_prompt_and_its_row(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        ServerHello("digest", "host", 12, 4, 1 << 20),
+        ServerHello("digest", 4, 1 << 20),
         Heartbeat([1, 2], 99, "paused"),
         Acknowledged([(1, 0), (2, 1)]),
         WeightsOffer(2, "/dev/shm/x", b'{"a": 1}'),
         VersionCommitted(5, [Span("apply", 1.5, 2.5, {"mb": 3, "x": 0.5, "how": "shm"})]),
         VersionRefused(5, "no space left"),
-        RankHello("digest", 1, 2, "host", 12),
+        RankHello("digest", 1, 2),
         Failed("engine died", "Traceback ..."),
         Stop(),
         Bye(),
@@ -456,8 +456,8 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "refused future": (lambda: encode(header(VersionRefused(6, "x"))), "body.version", "6"),
     "refused negative": (lambda: encode(header(VersionRefused(-1, "x"))), "body.version", "-1"),
     "heartbeat state": (lambda: encode(header(Heartbeat([], 0, "asleep"))), "body.state", "'asleep'"),
-    "no credits": (lambda: encode(header(ServerHello("", "h", 1, 0, 5))), "body.max_groups_in_flight", "0"),
-    "rank": (lambda: encode(header(RankHello("", 2, 2, "h", 1))), "body.rank", "2"),
+    "no credits": (lambda: encode(header(ServerHello("", 0, 5))), "body.max_groups_in_flight", "0"),
+    "rank": (lambda: encode(header(RankHello("", 2, 2))), "body.rank", "2"),
     "batch rank": (lambda: a_batch(rank=1), "body.rank", "1"),
     "batch position": (lambda: a_batch(plan=plan(3, [7], [[1]])), "body.plan.microbatches", "1"),
     "batch groups": (lambda: a_batch(plan=plan(3, [8], [[0]])), "body.groups", "[7]"),
@@ -488,7 +488,7 @@ def test_the_message_that_the_refusals_change_is_itself_accepted() -> None:
 
 
 def test_the_first_messages_may_leave_run_and_incarnation_empty() -> None:
-    for body in (ServerHello("d", "h", 1, 1, 1), RankHello("d", 0, 1, "h", 1), Failed("x", ""), Bye()):
+    for body in (ServerHello("d", 1, 1), RankHello("d", 0, 1), Failed("x", ""), Bye()):
         assert decode(encode(header(body, run="", incarnation="")), LIMITS).body == body
 
 
@@ -622,7 +622,7 @@ def test_an_oversize_message_is_refused_by_its_sender_and_not_counted() -> None:
 def test_a_gap_is_one_error_and_a_repetition_another() -> None:
     # Mutation caught: expected not moved behind a gap; a repetition taken for a new message.
     check = SequenceCheck()
-    hello = ServerHello("d", "h", 1, 1, 1)
+    hello = ServerHello("d", 1, 1)
     check.check(header(hello, sequence=0))
     check.check(header(Bye(), sequence=1))
     with pytest.raises(SequenceGap, match=rf"gap: sequence is 5, expected 2: 3 messages .*{SENDER}"):

@@ -39,7 +39,7 @@ from asyncrl.stream.sockets import LINGER_MS, MAX_QUEUED_MESSAGES, Listener, joi
 from asyncrl.types import Status, Trajectory, TrajectoryGroup
 
 MAX_BYTES = 1 << 22
-HELLO = ServerHello("digest", "host", 1, 4, 1 << 20)
+HELLO = ServerHello("digest", 4, 1 << 20)
 DEADLINE_S = 30.0
 
 
@@ -436,7 +436,7 @@ def test_a_killed_coordinator_is_lost_after_all_that_it_sent_is_delivered() -> N
 def test_a_killed_coordinator_ends_a_blocking_wait_at_once() -> None:
     def run() -> None:
         with coordinator_process(num_messages=3) as (process, address), blocking(address) as rank:
-            rank.send(RankHello("digest", 0, 1, "host", 1))
+            rank.send(RankHello("digest", 0, 1))
             assert rank.recv(DEADLINE_S).body == ServerWelcome()
             killer = threading.Timer(0.3, process.kill)
             killer.start()
@@ -456,7 +456,7 @@ def test_a_stopped_coordinator_is_noticed_by_the_heartbeats_of_the_socket(kind: 
     # Mutation caught: HEARTBEAT_IVL or HEARTBEAT_TIMEOUT left at ZeroMQ's default (off).
     def run() -> None:
         with coordinator_process() as (process, address), blocking(address, heartbeat_s=0.6) as rank:
-            rank.send(RankHello("digest", 0, 1, "host", 1))
+            rank.send(RankHello("digest", 0, 1))
             rank.recv(DEADLINE_S)
             process.send_signal(kind)
             with pytest.raises(PeerLost, match="is gone"):
@@ -468,7 +468,7 @@ def test_a_stopped_coordinator_is_noticed_by_the_heartbeats_of_the_socket(kind: 
 def test_a_blocking_recv_ends_at_its_deadline() -> None:
     def run() -> None:
         with coordinator_process() as (_, address), blocking(address) as rank:
-            rank.send(RankHello("digest", 0, 1, "host", 1))
+            rank.send(RankHello("digest", 0, 1))
             rank.recv(DEADLINE_S)
             for timeout_s in (0.0, 0.05):
                 with pytest.raises(TimeoutError, match=rf"{address} sent nothing for {timeout_s:g} s"):
@@ -594,7 +594,7 @@ def test_closing_with_a_message_that_nobody_takes_ends() -> None:
     # Mutation caught: LINGER -1, ZeroMQ's default, with which closing waits for ever.
     def run() -> None:
         with coordinator_process() as (process, address), blocking(address, heartbeat_s=60.0) as rank:
-            rank.send(RankHello("digest", 0, 1, "host", 1))
+            rank.send(RankHello("digest", 0, 1))
             rank.recv(DEADLINE_S)
             process.send_signal(signal.SIGSTOP)
             for _ in range(200):
@@ -651,7 +651,7 @@ def test_a_welcome_reaches_a_rank() -> None:
 
             def rank() -> object:
                 with blocking(ours.address) as connected:
-                    connected.send(RankHello("digest", 0, 1, "host", 1))
+                    connected.send(RankHello("digest", 0, 1))
                     return connected.recv(DEADLINE_S).body
 
             answer = asyncio.create_task(asyncio.to_thread(rank))

@@ -5,20 +5,18 @@ load_config("configs/tiny.yaml", ["learner.lr=1e-4", "max_staleness=1"])
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
-import types
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from asyncrl.config import Config
+from asyncrl.config.mistakes import explain
+from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 
 
@@ -61,7 +59,7 @@ def validate_config(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate_json(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, tree))) from error
+        raise ConfigError("\n".join(explain(error, tree))) from error
 
 
 def dump_config(config: Config) -> str:
@@ -113,60 +111,3 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         table[parent] = dict(child or {})
         table = table[parent]
     table[key] = value
-
-
-def _explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
-    for item in error.errors():
-        path = _key_path(item["loc"], tree)
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            yield f"{path}: unknown key{_did_you_mean(path)}"
-        elif not path:
-            yield message
-        elif message.startswith(repr(item["input"])):
-            yield f"{path}: {message}"
-        else:
-            yield f"{path}: {item['input']!r}: {message}"
-
-
-def _key_path(location: tuple[int | str, ...], tree: Any) -> str:
-    """Dotted path as the user wrote it: pydantic puts the tags of unions into its own."""
-    parts: list[str] = []
-    for step, part in enumerate(location):
-        if isinstance(tree, dict) and (part in tree or step == len(location) - 1):
-            parts.append(str(part))
-            tree = tree.get(part)
-        elif isinstance(tree, list) and isinstance(part, int):
-            parts.append(str(part))
-            tree = tree[part]
-    return ".".join(parts)
-
-
-def _did_you_mean(path: str) -> str:
-    """Looks for the misspelt key in its own table first, then in the whole tree."""
-    known = sorted(set(all_keys(Config)))
-    parent, _, key = path.rpartition(".")
-    siblings = [k for k in known if k.rpartition(".")[0] == parent]
-    near = difflib.get_close_matches(key, [s.rpartition(".")[2] for s in siblings], n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {parent + '.' if parent else ''}{near[0]}?"
-    elsewhere = [k for k in known if k.rpartition(".")[2] == key]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
-    return f"; {parent or 'the top level'} has: {', '.join(s.rpartition('.')[2] for s in siblings)}"
-
-
-def all_keys(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted path of every key in the tree."""
-    for name, field in table.model_fields.items():
-        yield prefix + name
-        for nested in _tables(field.annotation):
-            yield from all_keys(nested, f"{prefix}{name}.")
-
-
-def _tables(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
-        for argument in typing.get_args(annotation):
-            yield from _tables(argument)

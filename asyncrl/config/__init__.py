@@ -1,0 +1,40 @@
+"""The typed configuration tree: every key, its default, its unit.
+
+The defaults together run offline (model `tiny`, task `rev4`). Unknown keys are refused, and so is a value
+that names something not built yet: `load_config` turns YAML and dotted overrides into a `Config`, or one
+ConfigError that lists every mistake.
+
+tree.py       the whole of it, and the combinations of keys that it refuses
+algorithm.py  rollout.py  learner.py  system.py    the tables
+file.py       YAML and overrides -> Config        mistakes.py    what is said of each mistake
+"""
+
+from asyncrl.config.algorithm import GrpoConfig, NoCorrection, TruncatedImportanceSampling
+from asyncrl.config.file import dump_config, load_config, shared_digest, validate_config
+from asyncrl.config.learner import CheckpointConfig, LearnerConfig
+from asyncrl.config.rollout import DataConfig, EvalConfig, RolloutConfig
+from asyncrl.config.system import ResourcesConfig, RunConfig, StreamConfig, TimeoutsConfig, WeightSyncConfig
+from asyncrl.config.table import all_keys
+from asyncrl.config.tree import Config
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "GrpoConfig",
+    "LearnerConfig",
+    "NoCorrection",
+    "ResourcesConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "StreamConfig",
+    "TimeoutsConfig",
+    "TruncatedImportanceSampling",
+    "WeightSyncConfig",
+    "all_keys",
+    "dump_config",
+    "load_config",
+    "shared_digest",
+    "validate_config",
+]

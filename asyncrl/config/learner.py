@@ -1,0 +1,70 @@
+"""`learner`, `checkpoint`: how a batch becomes a version, and what is kept of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from asyncrl.config.table import Positive, Table, not_built
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class LearnerConfig(Table):
+    """The learner ranks."""
+
+    num_ranks: Positive = 1
+    """FSDP2 ranks."""
+    prompts_per_batch: Positive = 16
+    """B: groups that make one version."""
+    minibatches: Positive = 1
+    """Optimizer steps a batch is split into."""
+    epochs: Positive = 1
+    """Passes over a batch."""
+    max_tokens_per_microbatch: Positive = 8192
+    """Packed tokens of one forward-backward. A larger group is a microbatch of its own. Tokens."""
+    max_versions: Positive = 60
+    """Versions to train; the run ends after them."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """`sgd` is plain gradient descent, for comparing gradients."""
+    lr: Annotated[float, Field(ge=0)] = 3e-4
+    """Peak learning rate."""
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
+    """AdamW's decay rates, in [0, 1)."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    warmup_versions: Annotated[int, Field(ge=0)] = 0
+    """Versions of linear warm-up: the first of n steps uses lr / n."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this global norm."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; master weights and moments are float32. `auto`: bfloat16 on a GPU, else float32."""
+    logprob_chunk_tokens: Positive = 1024
+    """Rows of logits held at once when log-probs are computed. Tokens."""
+    export: bool = True
+    """Write the last version in Hugging Face format to `<run>/model` at the end."""
+
+    @field_validator("minibatches", "epochs")
+    @classmethod
+    def _built(cls, value: int) -> int:
+        return not_built(value, (1,))
+
+
+class CheckpointConfig(Table):
+    """Checkpoints."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Versions between checkpoints; 0 is never."""
+    keep: Positive = 3
+    """The newest so many checkpoints stay; older ones are removed."""
+
+    @field_validator("every")
+    @classmethod
+    def _every_built(cls, value: int) -> int:
+        return not_built(value, (0,))
+
+    @field_validator("keep")
+    @classmethod
+    def _keep_built(cls, value: int) -> int:
+        return not_built(value, (3,))

@@ -1,0 +1,121 @@
+"""`data`, `eval`, `rollout`: which prompts, and how they are sampled."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from asyncrl.config.table import Positive, Table, not_built
+
+
+class DataConfig(Table):
+    """Where prompts come from."""
+
+    train: str = "rev4"
+    """A JSONL file, `module:attr` of a generator `f(seed) -> rows`, or a task: rev4, sort4, first_word."""
+    eval: str | None = None
+    """The data set of evaluations, named like `train`; null is none."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt: a list of chat messages, or a string."""
+    answer_key: str = "answer"
+    """Column that the built-in rewards compare with."""
+    as_chat: bool = False
+    """Make a string prompt one user message and apply the chat template (a list always gets it)."""
+    system_prompt: str | None = None
+    """System message put before chat prompts that have none."""
+    max_prompt_tokens: Positive = 512
+    """Longer prompts are dropped, counted and shown. Tokens."""
+    max_rows: Positive = 10_000
+    """At most this many rows are taken from a generator."""
+
+    @field_validator("eval")
+    @classmethod
+    def _built(cls, value: str | None) -> str | None:
+        return not_built(value, (None,))
+
+
+class EvalConfig(Table):
+    """Evaluation while training."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Versions between evaluations; 0 is never."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature of evaluations; 0 is greedy."""
+    num_samples: Positive = 1
+    """Completions of each evaluation prompt."""
+
+    @field_validator("every", "temperature")
+    @classmethod
+    def _built(cls, value: float) -> float:
+        return not_built(value, (0,))
+
+    @field_validator("num_samples")
+    @classmethod
+    def _num_samples_built(cls, value: int) -> int:
+        return not_built(value, (1,))
+
+
+class RolloutConfig(Table):
+    """The rollout servers."""
+
+    engine: Literal["vllm"] = "vllm"
+    """Inference engine behind the Engine seam."""
+    num_servers: Annotated[int, Field(ge=0)] = 1
+    """Servers that `asyncrl train` starts on this node. More may connect, and leave, at any time."""
+    tensor_parallel_size: Positive = 1
+    """Devices one engine spans."""
+    group_size: Positive = 8
+    """Trajectories a prompt."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Sampling temperature. The learner divides its logits by it too. vLLM would raise smaller ones to 0.01."""
+    top_p: float = 1.0
+    """Only 1.0: a truncated distribution cannot be scored by the learner."""
+    top_k: int = 0
+    """Only 0 (off), for the same reason."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion, besides the model's EOS tokens."""
+    max_completion_tokens: Positive = 8
+    """Longest completion. Tokens."""
+    max_groups_in_flight: Positive | Literal["auto"] = "auto"
+    """Groups that one server generates at once; `auto` is what its KV cache and max_num_seqs hold."""
+    max_num_seqs: Positive = 128
+    """Sequences that the engine runs at once. No request waits inside vLLM beyond it."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0
+    """Memory of the KV cache on a CPU. GiB."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """Share of each device's memory the engine may use on a GPU."""
+    block_size: Positive | None = None
+    """Tokens a KV block (a multiple of 32 on a CPU); null is vLLM's own choice (128 on a CPU)."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Passed on to the engine as they are, after the keys above."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _finite(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError as error:
+            raise ValueError("holds a number that is not finite; every number must be") from error
+        return value
+
+    @field_validator("top_p")
+    @classmethod
+    def _whole_distribution_p(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError(
+                f"top_p {value} truncates the distribution, so the learner's log-probs would be of another "
+                "one; train with 1.0"
+            )
+        return value
+
+    @field_validator("top_k")
+    @classmethod
+    def _whole_distribution_k(cls, value: int) -> int:
+        if value != 0:
+            raise ValueError(
+                f"top_k {value} truncates the distribution, so the learner's log-probs would be of another "
+                "one; train with 0"
+            )
+        return value

@@ -1,0 +1,87 @@
+"""The whole tree, and the combinations of keys that it refuses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from asyncrl.config.algorithm import GrpoConfig
+from asyncrl.config.learner import CheckpointConfig, LearnerConfig
+from asyncrl.config.rollout import DataConfig, EvalConfig, RolloutConfig
+from asyncrl.config.system import (
+    ResourcesConfig,
+    RunConfig,
+    StreamConfig,
+    TimeoutsConfig,
+    WeightSyncConfig,
+)
+from asyncrl.config.table import Table, not_built
+
+
+class Config(Table):
+    """The whole tree. `asyncrl check CONFIG` prints what it amounts to."""
+
+    mode: Literal["disaggregated", "colocated"] = "disaggregated"
+    """Rollout servers and learner on devices of their own, or both on the same ones."""
+    launcher: Literal["local", "ray"] = "local"
+    """Who starts the processes."""
+    model: str = "tiny"
+    """A Hugging Face name, a folder, or `tiny`: 0.4M parameters, made and warmed up on the spot."""
+    algorithm: GrpoConfig = GrpoConfig()
+    """A recipe by name (`grpo`), or a table {type: grpo, ...}."""
+    max_staleness: Annotated[int, Field(ge=0)] = 2
+    """S: no token older than S versions trains (except under `over_age: keep`)."""
+    over_age: Literal["mask", "keep", "wait", "drop"] = "mask"
+    """What happens to tokens past the bound: left out of the loss, or trained with importance weights."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seeds the data order and every request."""
+    data: DataConfig = DataConfig()
+    reward: str = "exact_match"
+    """exact_match, gsm8k_strict, gsm8k_flexible, or `module:attr` of `f(completion, row) -> float`."""
+    eval: EvalConfig = EvalConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    stream: StreamConfig = StreamConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+    @field_validator("mode")
+    @classmethod
+    def _mode_built(cls, value: str) -> str:
+        return not_built(value, ("disaggregated",))
+
+    @field_validator("launcher")
+    @classmethod
+    def _launcher_built(cls, value: str) -> str:
+        return not_built(value, ("local",))
+
+    @field_validator("over_age")
+    @classmethod
+    def _over_age_built(cls, value: str) -> str:
+        return not_built(value, ("mask", "keep"))
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        if self.rollout.group_size < 2:
+            raise ValueError("rollout.group_size 1 gives grpo no group to compare with; use at least 2")
+        if self.rollout.group_size > self.rollout.max_num_seqs:
+            raise ValueError(
+                f"rollout.group_size {self.rollout.group_size} exceeds rollout.max_num_seqs "
+                f"{self.rollout.max_num_seqs}; a group must fit the engine at once"
+            )
+        in_flight = self.rollout.max_groups_in_flight
+        if in_flight != "auto" and in_flight * self.rollout.group_size > self.rollout.max_num_seqs:
+            raise ValueError(
+                f"rollout.max_groups_in_flight {in_flight} x group_size {self.rollout.group_size} exceeds "
+                f"rollout.max_num_seqs {self.rollout.max_num_seqs}; requests would wait inside vLLM"
+            )
+        return self
