@@ -12,7 +12,8 @@ file.py       YAML and overrides -> Config        mistakes.py    what is said of
 from asyncrl.config.algorithm import GrpoConfig, NoCorrection, TruncatedImportanceSampling
 from asyncrl.config.file import dump_config, load_config, shared_digest, validate_config
 from asyncrl.config.learner import CheckpointConfig, LearnerConfig
-from asyncrl.config.rollout import DataConfig, EvalConfig, RolloutConfig
+from asyncrl.config.reward import RewardConfig
+from asyncrl.config.rollout import DataConfig, EvalConfig, RolloutConfig, SourceConfig
 from asyncrl.config.system import ResourcesConfig, RunConfig, StreamConfig, TimeoutsConfig, WeightSyncConfig
 from asyncrl.config.table import all_keys
 from asyncrl.config.tree import Config
@@ -26,8 +27,10 @@ __all__ = [
     "LearnerConfig",
     "NoCorrection",
     "ResourcesConfig",
+    "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "SourceConfig",
     "StreamConfig",
     "TimeoutsConfig",
     "TruncatedImportanceSampling",

@@ -45,11 +45,6 @@ class LearnerConfig(Table):
     export: bool = True
     """Write the last version in Hugging Face format to `<run>/model` at the end."""
 
-    @field_validator("minibatches", "epochs")
-    @classmethod
-    def _built(cls, value: int) -> int:
-        return not_built(value, (1,))
-
 
 class CheckpointConfig(Table):
     """Checkpoints."""

@@ -7,20 +7,41 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from asyncrl.config.table import Positive, Table, not_built
+from asyncrl.config.table import Positive, Table
+
+
+class SourceConfig(Table):
+    """One source of rows, where a name alone does not say enough."""
+
+    path: str
+    """A JSONL or parquet file (a pattern such as `part-*.parquet` is several), a folder saved by `datasets`, a
+    data set of the Hub, `module:attr` of a generator `f(seed) -> rows`, or a task: rev4, sort4, first_word."""
+    subset: str | None = None
+    """Configuration of a data set of the Hub, such as `main` of openai/gsm8k."""
+    split: str = "train"
+    """Split of a data set of the Hub or of a saved folder."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the prompts that come from here, relative to the other sources."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Column here -> column of the source: {prompt: question}. Dots reach into objects: reward_model.ground_truth."""
+    filter: str | None = None
+    """`module:attr` of `f(row) -> bool`: rows for which it is false are left out, counted and shown."""
 
 
 class DataConfig(Table):
     """Where prompts come from."""
 
-    train: str = "rev4"
-    """A JSONL file, `module:attr` of a generator `f(seed) -> rows`, or a task: rev4, sort4, first_word."""
-    eval: str | None = None
+    train: str | tuple[str | SourceConfig, ...] = "rev4"
+    """Path of one source, or a list of sources (paths, or tables {path: ..., weight: ..., columns: ...})."""
+    eval: str | tuple[str | SourceConfig, ...] | None = None
     """The data set of evaluations, named like `train`; null is none."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a list of chat messages, or a string."""
     answer_key: str = "answer"
-    """Column that the built-in rewards compare with."""
+    """Column that the built-in rewards compare with; dots reach into objects. Where a row lacks it and has verl's
+    `reward_model.ground_truth`, that is used."""
+    source_key: str = "data_source"
+    """Column that names where a row is from: rewards are chosen and evaluations reported by it."""
     as_chat: bool = False
     """Make a string prompt one user message and apply the chat template (a list always gets it)."""
     system_prompt: str | None = None
@@ -30,31 +51,24 @@ class DataConfig(Table):
     max_rows: Positive = 10_000
     """At most this many rows are taken from a generator."""
 
-    @field_validator("eval")
-    @classmethod
-    def _built(cls, value: str | None) -> str | None:
-        return not_built(value, (None,))
-
 
 class EvalConfig(Table):
     """Evaluation while training."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Versions between evaluations; 0 is never."""
+    """Versions between evaluations, the first before training, one always at the end; 0 is never."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of evaluations; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling of evaluations: nothing is trained on them, so it may truncate."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """The most likely tokens that evaluations sample from; 0 is all."""
     num_samples: Positive = 1
-    """Completions of each evaluation prompt."""
-
-    @field_validator("every", "temperature")
-    @classmethod
-    def _built(cls, value: float) -> float:
-        return not_built(value, (0,))
-
-    @field_validator("num_samples")
-    @classmethod
-    def _num_samples_built(cls, value: int) -> int:
-        return not_built(value, (1,))
+    """Completions of each evaluation prompt: mean@N, best@N, maj@N, pass@k are over them."""
+    max_completion_tokens: Positive | None = None
+    """Longest completion of an evaluation; null is the rollout's. Tokens."""
+    max_prompts: Positive | None = None
+    """Only the first so many rows of data.eval; null is all."""
 
 
 class RolloutConfig(Table):

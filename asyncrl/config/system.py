@@ -134,12 +134,9 @@ class RunConfig(Table):
     """Letters, digits, `.`, `_`, `-`; null makes one from the time."""
     dir: str = "runs"
     """Parent folder."""
-    trackers: tuple[str, ...] = ()
-    """Experiment trackers."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
+    """Experiment trackers that get every number of metrics.jsonl and a table of samples."""
+    project: str = "asyncrl"
+    """Project (W&B, trackio) or experiment (MLflow) of the trackers."""
     trajectories_per_version: Annotated[int, Field(ge=0)] | Literal["all"] = "all"
     """Trajectories written to `trajectories/version_*.jsonl` for each version."""
-
-    @field_validator("trackers")
-    @classmethod
-    def _built(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return not_built(value, ((),))

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.algorithm import GrpoConfig
 from asyncrl.config.learner import CheckpointConfig, LearnerConfig
+from asyncrl.config.reward import RewardConfig
 from asyncrl.config.rollout import DataConfig, EvalConfig, RolloutConfig
 from asyncrl.config.system import (
     ResourcesConfig,
@@ -37,8 +38,8 @@ class Config(Table):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds the data order and every request."""
     data: DataConfig = DataConfig()
-    reward: str = "exact_match"
-    """exact_match, gsm8k_strict, gsm8k_flexible, or `module:attr` of `f(completion, row) -> float`."""
+    reward: str | tuple[str | RewardConfig, ...] = "exact_match"
+    """Name of one reward (see RewardConfig.name), or a list of rewards that are added up."""
     eval: EvalConfig = EvalConfig()
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()
