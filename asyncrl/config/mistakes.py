@@ -54,7 +54,7 @@ def _meaning(path: str) -> str:
     """The documentation of the key; empty for one inside a free table."""
     table: Any = Config
     sentence = None
-    for key in path.split("."):
+    for key in _without_indices(path).split("."):
         tables = (
             [table] if isinstance(table, type) and issubclass(table, BaseModel) else [*nested_tables(table)]
         )
@@ -78,10 +78,15 @@ def _key_path(location: tuple[int | str, ...], tree: Any) -> str:
     return ".".join(parts)
 
 
+def _without_indices(path: str) -> str:
+    """data.train.0.path -> data.train.path"""
+    return ".".join(part for part in path.split(".") if not part.isdigit())
+
+
 def _did_you_mean(path: str) -> str:
     """What the key is called here, then the nearest of its own table, then the same word in another one."""
     known = sorted(set(all_keys(Config)))
-    parent, _, key = path.rpartition(".")
+    parent, _, key = _without_indices(path).rpartition(".")
     siblings = [k for k in known if k.rpartition(".")[0] == parent]
     if key in NAMES_ELSEWHERE:
         return f"; here it is {NAMES_ELSEWHERE[key]}"

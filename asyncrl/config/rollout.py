@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from asyncrl.config.table import Positive, Table
+from asyncrl.config.table import Positive, Table, tables_by_name
 
 
 class SourceConfig(Table):
@@ -31,9 +31,9 @@ class SourceConfig(Table):
 class DataConfig(Table):
     """Where prompts come from."""
 
-    train: str | tuple[str | SourceConfig, ...] = "rev4"
+    train: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(path="rev4"),)
     """Path of one source, or a list of sources (paths, or tables {path: ..., weight: ..., columns: ...})."""
-    eval: str | tuple[str | SourceConfig, ...] | None = None
+    eval: tuple[SourceConfig, ...] = ()
     """The data set of evaluations, named like `train`; null is none."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a list of chat messages, or a string."""
@@ -50,6 +50,11 @@ class DataConfig(Table):
     """Longer prompts are dropped, counted and shown. Tokens."""
     max_rows: Positive = 10_000
     """At most this many rows are taken from a generator."""
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _by_path(cls, value: Any) -> Any:
+        return tables_by_name(value, "path")
 
 
 class EvalConfig(Table):

@@ -17,7 +17,7 @@ from asyncrl.config.system import (
     TimeoutsConfig,
     WeightSyncConfig,
 )
-from asyncrl.config.table import Table, not_built
+from asyncrl.config.table import Table, not_built, tables_by_name
 
 
 class Config(Table):
@@ -38,8 +38,8 @@ class Config(Table):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds the data order and every request."""
     data: DataConfig = DataConfig()
-    reward: str | tuple[str | RewardConfig, ...] = "exact_match"
-    """Name of one reward (see RewardConfig.name), or a list of rewards that are added up."""
+    reward: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (RewardConfig(name="exact_match"),)
+    """Name of one reward (see RewardConfig.name), or a list of rewards (names or tables) that are added up."""
     eval: EvalConfig = EvalConfig()
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()
@@ -54,6 +54,11 @@ class Config(Table):
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         return {"type": value} if isinstance(value, str) else value
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _rewards_by_name(cls, value: Any) -> Any:
+        return tables_by_name(value, "name")
 
     @field_validator("mode")
     @classmethod
