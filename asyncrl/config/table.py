@@ -32,9 +32,9 @@ class Table(BaseModel):
 def tables_by_name(value: Any, key: str) -> Any:
     """A list of tables from what may be written for short: one name, a list of names and tables, or nothing."""
     if value is None:
-        return []
+        return ()
     items = value if isinstance(value, list | tuple) else [value]
-    return [{key: item} if isinstance(item, str) else item for item in items]
+    return tuple({key: item} if isinstance(item, str) else item for item in items)
 
 
 def all_keys(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
