@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncrl.config import Config, load_config
     from asyncrl.errors import AsyncRLError, ConfigError
+    from asyncrl.trainer import Trainer, TrainResult
     from asyncrl.types import Prompt, Trajectory, TrajectoryGroup
 
 _HOME = {
@@ -17,6 +18,8 @@ _HOME = {
     "Config": "asyncrl.config",
     "ConfigError": "asyncrl.errors",
     "Prompt": "asyncrl.types",
+    "TrainResult": "asyncrl.trainer",
+    "Trainer": "asyncrl.trainer",
     "Trajectory": "asyncrl.types",
     "TrajectoryGroup": "asyncrl.types",
     "load_config": "asyncrl.config",
@@ -27,6 +30,8 @@ __all__ = [
     "Config",
     "ConfigError",
     "Prompt",
+    "TrainResult",
+    "Trainer",
     "Trajectory",
     "TrajectoryGroup",
     "load_config",

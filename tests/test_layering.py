@@ -12,12 +12,12 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "asyncrl"
 
 LAYERS = [
-    {"types", "config", "errors", "dtypes"},
+    {"types", "config", "errors", "dtypes", "cache"},
     {"algorithms", "envs", "models", "stream", "run_directory"},
     {"coordinator", "rollout_server", "learner", "weight_sync"},
     {"launch"},
     {"check"},
-    {"cli"},
+    {"cli", "trainer"},
 ]
 """A part imports from lower layers and from itself."""
 WITHIN_A_LAYER = {

@@ -7,7 +7,6 @@ here is made once: under a file lock, in a temporary folder that is renamed when
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from asyncrl.cache import cache_folder
 from asyncrl.errors import ConfigError
 from asyncrl.models import smollm2
 
@@ -121,8 +121,8 @@ def _made_folder(name: str, cache_dir: Path | None) -> Path:
     elif name == smollm2.HUB_NAME:
         recipe = smollm2.WHEEL_SHA256.encode()
     digest = hashlib.sha256(recipe).hexdigest()[:12]
-    root = cache_dir or Path(os.environ.get("ASYNCRL_CACHE") or Path.home() / ".cache" / "asyncrl")
-    return root.resolve() / "models" / f"{name.rpartition('/')[2]}-{digest}"
+    root = cache_dir.resolve() if cache_dir else cache_folder()
+    return root / "models" / f"{name.rpartition('/')[2]}-{digest}"
 
 
 def _make_once(folder: Path, save: Callable[[Path], None]) -> Path:
