@@ -32,9 +32,9 @@ def check(config: Config) -> list[tuple[str, str]]:
     """(what, value) rows in reading order. Raises ConfigError or DataError for what `prepare` refuses too."""
     examined = check_config(config)
     model_path = resolve_model(config.model) if model_is_ready(config.model) else None
-    dataset = check_model(examined, model_path) if model_path is not None else None
+    dataset, eval_dataset = check_model(examined, model_path) if model_path is not None else (None, None)
     return [
-        *_data(config, examined, dataset),
+        *_data(config, examined, dataset, eval_dataset),
         *_batch(config),
         *_pacing(config),
         *_stream(config),
@@ -43,20 +43,36 @@ def check(config: Config) -> list[tuple[str, str]]:
     ]
 
 
-def _data(config: Config, examined: Examined, dataset: Dataset | None) -> Rows:
-    num_prompts = len(examined.rows) if dataset is None else len(dataset)
-    needed = config.learner.prompts_per_batch * config.learner.max_versions
-    if dataset is None:
-        yield "prompts", f"{num_prompts} from {config.data.train}; tokens are counted once the model is here"
+def _data(config: Config, examined: Examined, dataset: Dataset | None, eval_dataset: Dataset | None) -> Rows:
+    if dataset is None or eval_dataset is None:
+        num_prompts = sum(map(len, examined.rows))
+        names = ", ".join(rows.name for rows in examined.rows)
+        yield "prompts", f"{num_prompts} from {names}; tokens are counted once the model is here"
     else:
-        yield (
-            "prompts",
-            f"{num_prompts} kept from {dataset.source}, {dataset.num_too_long} dropped as longer than "
-            f"{config.data.max_prompt_tokens} tokens; the longest kept has {dataset.prompt_lengths.max()}",
-        )
+        num_prompts = len(dataset)
+        yield "prompts", _prompts(dataset, config.data.max_prompt_tokens)
+        for counts in dataset.counts if len(dataset.parts) > 1 else ():
+            yield "", f"{counts.share:.1%} {counts.name}: {counts.num_kept} of {counts.num_rows} rows kept"
+        if len(eval_dataset):
+            yield "evaluation", _prompts(eval_dataset, config.data.max_prompt_tokens)
+            num_prompts_evaluated = min(len(eval_dataset), config.eval.max_prompts or len(eval_dataset))
+            yield (
+                "",
+                f"{num_prompts_evaluated} prompts x {config.eval.num_samples} at temperature "
+                f"{config.eval.temperature:g}: before training, every {config.eval.every} versions, at the end",
+            )
+    needed = config.learner.prompts_per_batch * config.learner.max_versions
     yield (
         "the run",
         f"{config.learner.max_versions} versions, {needed} prompts, {needed / num_prompts:.2f} epochs",
+    )
+
+
+def _prompts(dataset: Dataset, max_tokens: int) -> str:
+    filtered = f"{dataset.num_filtered} filtered, " if dataset.num_filtered else ""
+    return (
+        f"{len(dataset)} kept from {dataset.source}, {filtered}{dataset.num_too_long} dropped as longer than "
+        f"{max_tokens} tokens; the longest kept has {dataset.prompt_lengths.max()}"
     )
 
 
@@ -65,7 +81,7 @@ def _batch(config: Config) -> Rows:
     num_prompts, budget = learner.prompts_per_batch, learner.max_tokens_per_microbatch
     group_tokens = max_group_tokens(config)
     fit = max(1, budget // group_tokens)
-    num_microbatches = math.ceil(math.ceil(num_prompts / learner.num_ranks) / fit)
+    num_microbatches = math.ceil(math.ceil(num_prompts / learner.minibatches / learner.num_ranks) / fit)
     alone = "" if group_tokens <= budget else ", over the microbatch budget: a microbatch of its own"
     yield (
         "a batch",
@@ -73,7 +89,13 @@ def _batch(config: Config) -> Rows:
         f"{num_prompts * group_tokens} packed tokens",
     )
     yield "a group", f"at most {group_tokens} packed tokens (the prompt once){alone}"
-    yield "microbatches", f"about {num_microbatches} a rank at full length, of {budget} tokens"
+    yield (
+        "optimizer steps",
+        f"{learner.minibatches * learner.epochs} a version: {learner.minibatches} mini-batches x "
+        f"{learner.epochs} epochs",
+    )
+    a_rank = "a rank" if learner.minibatches == 1 else "a rank and mini-batch"
+    yield "microbatches", f"about {num_microbatches} {a_rank} at full length, of {budget} tokens"
 
 
 def _pacing(config: Config) -> Rows:

@@ -3,7 +3,10 @@
     asyncrl train CONFIG [key=value ...]             everything on this node
     asyncrl learner CONFIG [key=value ...]           learner ranks and coordinator; servers connect to it
     asyncrl rollout-server CONFIG --connect H:P      one rollout server
+    asyncrl eval CONFIG [--checkpoint FOLDER]        a model's numbers on data.eval, without training
     asyncrl check CONFIG [key=value ...]             all derived numbers; starts nothing
+    asyncrl data CONFIG [key=value ...]              the first prompts as tokens, lengths, what was left out
+    asyncrl export RUN OUT [--dtype bfloat16]        the trained model for transformers, vLLM, the Hub; its card
     asyncrl schema                                   JSON schema of the configuration, for editors
 
 Exit codes: 0 done, 1 failed (the cause is the last thing printed), 2 the configuration or data is wrong,
@@ -78,6 +81,38 @@ def rollout_server(
     run_standalone_server(load_config(*split_arguments(config, overrides)), connect)
 
 
+@app.command("eval")
+def evaluate(
+    config: ConfigPath = None,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Hugging Face folder instead of the config's model.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the numbers go as JSON; left out: stdout.")
+    ] = None,
+) -> None:
+    """Evaluate a model on data.eval: one engine, no learner. Numbers as a table, and as JSON."""
+    import json
+
+    from asyncrl.launch.evaluate import evaluate_model, print_table
+
+    path, words = split_arguments(config, overrides)
+    loaded = load_config(
+        path, ["eval.every=1", *words]
+    )  # so that data.eval must be there; how often is not read
+    result = evaluate_model(loaded, checkpoint)
+    print_table(result)
+    text = json.dumps(result.as_json(), indent=2)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # everything has ended; vLLM taken apart object by object prints errors of its own
+
+
 @app.command()
 def check(
     config: ConfigPath = None,
@@ -98,6 +133,46 @@ def check(
     if resolved:
         print(dump_config(loaded))
     Console().print(table)
+
+
+@app.command()
+def data(
+    config: ConfigPath = None,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows of each source that are shown whole.")] = 3,
+) -> None:
+    """Print what became of each source's rows, prompt lengths, and the first prompts as the model sees them."""
+    from asyncrl.envs.dataset import load_rows, load_tokenizer, tokenize
+    from asyncrl.envs.inspect_data import describe
+    from asyncrl.launch.preflight import load_eval_rows
+    from asyncrl.models.source import model_is_ready, resolve_model
+
+    loaded = load_config(*split_arguments(config, overrides))
+    if not model_is_ready(loaded.model):
+        raise ConfigError(
+            f"model: {loaded.model!r} is not here yet, and its tokenizer makes the tokens; bring it with "
+            f"python -m asyncrl.models {loaded.model}"
+        )
+    tokenizer = load_tokenizer(resolve_model(loaded.model))
+    train_rows = load_rows(loaded.data.train, loaded.data, loaded.seed)
+    for key, sources in (("data.train", train_rows), ("data.eval", load_eval_rows(loaded))):
+        if sources:
+            shown = describe(tokenize(sources, loaded.data, tokenizer), loaded.data, rows)
+            print(key, *shown, sep="\n")
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a model's folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 or float32; left out: the weights as they are stored.")
+    ] = None,
+) -> None:
+    """Write a trained model, its tokenizer and a model card in Hugging Face format."""
+    from asyncrl.export import export_folder
+
+    print(f"exported {export_folder(source, out, dtype)} tensors to {out}")
 
 
 @app.command()

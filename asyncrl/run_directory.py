@@ -3,9 +3,12 @@
 runs/<name>/config.yaml                    the resolved config
            /metrics.jsonl                  one object a version, flat keys area/name
            /events.jsonl                   spans with monotonic times; the first line has the wall-clock time too
+           /evaluations.jsonl              one object an evaluation
+           /evaluations/version_000012.jsonl    prompt, answer, text, reward of each evaluated completion
            /trajectories/version_000012.jsonl   prompt, answer, text, reward, versions of each trajectory
            /logs/<role>-<rank>.log         what each process printed
-           /model/                         the last version, Hugging Face format
+           /model/                         the last version, Hugging Face format, with its model card
+           /events.out.tfevents.*          for TensorBoard, where run.trackers names it
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from asyncrl.config import Config, dump_config
 from asyncrl.errors import ConfigError
@@ -38,6 +41,16 @@ class PromptText:
     """The row's answer column; None where it has none."""
 
 
+class RunObserver(Protocol):
+    """Sees what is written, right after it is. Must neither wait nor raise."""
+
+    def metrics_written(self, metrics: Mapping[str, float]) -> None: ...
+
+    def trajectories_written(self, version: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """`records`: of all trajectories of the version, however many the file keeps."""
+        ...
+
+
 class RunDirectory:
     """Creates `<run.dir>/<run.name>` and appends to its files; every line is flushed as it is written."""
 
@@ -46,6 +59,7 @@ class RunDirectory:
         self.logs = path / "logs"
         self.config_file = path / "config.yaml"
         self.model = path / "model"
+        self.observers: list[RunObserver] = []
         self._open_files: dict[str, TextIO] = {}
 
     @classmethod
@@ -72,6 +86,8 @@ class RunDirectory:
 
     def append_metrics(self, metrics: dict[str, float]) -> None:
         self._append("metrics.jsonl", metrics)
+        for observer in self.observers:
+            observer.metrics_written(metrics)
 
     def append_spans(self, process: str, spans: Iterable[Span]) -> None:
         for span in spans:
@@ -93,30 +109,28 @@ class RunDirectory:
 
         `prompts`: of each group.
         """
-        lines = [
-            json.dumps(
-                {
-                    "ordinal": group.ordinal,
-                    "sample": sample,
-                    "prompt": prompt.text,
-                    "answer": prompt.answer,
-                    "reward": trajectory.reward,
-                    "status": trajectory.status,
-                    "finish_reason": trajectory.finish_reason,
-                    "prompt_tokens": len(group.prompt_ids),
-                    "completion_tokens": len(trajectory),
-                    "trained_tokens": int(trajectory.loss_mask.sum()),
-                    "versions": sorted(set(trajectory.policy_versions.tolist())),
-                    "text": trajectory.text,
-                    "detail": trajectory.detail,
-                },
-                ensure_ascii=False,
-            )
-            for group, prompt in zip(groups, prompts, strict=True)
-            for sample, trajectory in enumerate(group.trajectories)
-        ]
+        records = _trajectory_records(groups, prompts)
         target = self.path / "trajectories" / f"version_{version:06d}.jsonl"
-        target.write_text("".join(line + "\n" for line in lines[:limit]))
+        target.write_text(_json_lines(records[:limit]))
+        for observer in self.observers:
+            observer.trajectories_written(version, records)
+
+    def append_evaluation(self, version: int, metrics: dict[str, float], about: Mapping[str, object]) -> None:
+        """What the evaluation of `version` gave; `about`: whatever else is known of it."""
+        self._append("evaluations.jsonl", {"version": version, **about, "metrics": metrics})
+        if metrics:
+            for observer in self.observers:
+                observer.metrics_written({"training/policy_version": float(version), **metrics})
+
+    def write_evaluation(
+        self, version: int, groups: list[TrajectoryGroup], prompts: list[PromptText]
+    ) -> None:
+        """The completions of the evaluation of `version`; a group's ordinal is its row in data.eval."""
+        folder = self.path / "evaluations"
+        folder.mkdir(exist_ok=True)
+        (folder / f"version_{version:06d}.jsonl").write_text(
+            _json_lines(_trajectory_records(groups, prompts))
+        )
 
     def close(self) -> None:
         for file in self._open_files.values():
@@ -129,3 +143,33 @@ class RunDirectory:
         file = self._open_files[name]
         file.write(json.dumps(record) + "\n")
         file.flush()
+
+
+def _trajectory_records(
+    groups: Iterable[TrajectoryGroup], prompts: Iterable[PromptText]
+) -> list[dict[str, object]]:
+    """One record a trajectory. `prompts`: of each group."""
+    return [
+        {
+            "ordinal": group.ordinal,
+            "sample": sample,
+            "prompt": prompt.text,
+            "answer": prompt.answer,
+            "reward": trajectory.reward,
+            "reward_components": trajectory.reward_components,
+            "status": trajectory.status,
+            "finish_reason": trajectory.finish_reason,
+            "prompt_tokens": len(group.prompt_ids),
+            "completion_tokens": len(trajectory),
+            "trained_tokens": int(trajectory.loss_mask.sum()),
+            "versions": sorted(set(trajectory.policy_versions.tolist())),
+            "text": trajectory.text,
+            "detail": trajectory.detail,
+        }
+        for group, prompt in zip(groups, prompts, strict=True)
+        for sample, trajectory in enumerate(group.trajectories)
+    ]
+
+
+def _json_lines(records: Iterable[Mapping[str, object]]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

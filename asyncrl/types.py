@@ -10,7 +10,7 @@
 | completion | the sampled tokens of one turn |
 | policy version | an integer: 0 is the initial model, +1 each time the learner publishes |
 | staleness | of a token in batch i: i minus the version that sampled it |
-| batch | what makes one version; a microbatch is one forward-backward of it |
+| batch | what makes one version: its mini-batches are one optimizer step each, a microbatch is one forward-backward |
 | lease | the coordinator's grant of one group to one rollout server |
 
 Shapes: `P` tokens of a prompt, `T` tokens of a trajectory after its prompt, `G` trajectories of a group.
@@ -88,6 +88,8 @@ class Trajectory:
     text: str = ""
     detail: str = ""
     """Why there is no reward, on one line."""
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """What each reward gave, by its label and before its weight; empty unless status is SCORED."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -129,12 +131,17 @@ class TrajectoryGroup:
         return min((int(t.policy_versions.min()) for t in self.trajectories if len(t)), default=0)
 
 
-class SamplingSpec(msgspec.Struct, frozen=True):
-    """How completions are sampled. The server samples with it and the learner scores with it."""
+class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How completions are sampled. The learner scores what is trained by the same temperature; only evaluations,
+    which nothing is trained on, may be greedy or truncate the distribution."""
 
     temperature: float
+    """0 is greedy."""
     max_completion_tokens: int
     stop: tuple[str, ...] = ()
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is all tokens."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -150,12 +157,30 @@ class Plan(msgspec.Struct, frozen=True):
     """[group][trajectory]; None where the rollout has no reward."""
     num_trained_tokens: list[list[int]]
     """[group][trajectory], after the staleness mask."""
-    microbatches: list[list[list[int]]]
-    """[rank][microbatch] -> positions of groups. Equally many a rank; an empty one has weight 0."""
+    minibatches: list[list[list[list[int]]]]
+    """[mini-batch][rank][microbatch] -> positions of groups; every group is in exactly one of them. A mini-batch
+    has equally many microbatches a rank; an empty one has weight 0."""
+    num_epochs: int
+    """Passes over the mini-batches, in the same order each time: minibatches x epochs optimizer steps."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.minibatches[0])
 
     @property
     def total_trained_tokens(self) -> int:
         return sum(sum(group) for group in self.num_trained_tokens)
+
+    def num_trained_tokens_of(self, minibatch: int) -> int:
+        """Over all ranks: what the mini-batch's loss is divided by."""
+        positions = [
+            p for of_rank in self.minibatches[minibatch] for microbatch in of_rank for p in microbatch
+        ]
+        return sum(sum(self.num_trained_tokens[p]) for p in positions)
+
+    def positions_of(self, rank: int) -> list[int]:
+        """The groups of a rank in the order of its shard: by mini-batch, then by microbatch."""
+        return [p for minibatch in self.minibatches for microbatch in minibatch[rank] for p in microbatch]
 
     @property
     def digest(self) -> int:
@@ -166,8 +191,9 @@ class Plan(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Shard:
-    """One rank's share of a batch: the groups of its microbatches, in the plan's order."""
+    """One rank's share of a batch."""
 
     plan: Plan
     rank: int
-    microbatches: list[list[TrajectoryGroup]]
+    groups: list[TrajectoryGroup]
+    """In the order of `plan.positions_of(rank)`."""

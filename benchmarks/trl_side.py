@@ -21,6 +21,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl_spec import TrlSpec
 
+from asyncrl.envs.reward_messages import RewardRequest, RewardSpec
 from asyncrl.envs.rewards import resolve_reward
 
 
@@ -44,12 +45,15 @@ class StepRecorder:
 
     def reward_function(self) -> Any:
         """TRL's reward function: (completions, completion_ids, columns of the rows) -> [rewards]."""
-        reward = resolve_reward(self.reward_name)
+        reward = resolve_reward(RewardSpec(self.reward_name))
 
         def score(completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float]:
             texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
             answers = columns.get("answer") or [""] * len(texts)
-            rewards = [reward(text, {"answer": answer}) for text, answer in zip(texts, answers, strict=True)]
+            rewards = [
+                reward.call(RewardRequest([text], [ids], {"answer": answer}, answer=answer))
+                for text, ids, answer in zip(texts, completion_ids, answers, strict=True)
+            ]
             self.steps.append(StepRecord(sum(map(len, completion_ids)), sum(rewards) / len(rewards)))
             return rewards
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.coordinator.order import place
-from asyncrl.envs.dataset import load_rows, load_tokenizer, tokenize
+from asyncrl.coordinator.order import DataOrder
+from asyncrl.envs.dataset import load_dataset, load_tokenizer
 from asyncrl.models.source import resolve_model
 
 
@@ -71,14 +71,15 @@ def same_work(
 ) -> TrlSpec:
     """What asyncrl does with `config`, for TRL: the same model and prompts, in asyncrl's data order."""
     model_path = resolve_model(config.model)
-    dataset = tokenize(load_rows(config.data, config.seed), config.data, load_tokenizer(model_path))
+    dataset = load_dataset(config.data.train, config.data, config.seed, load_tokenizer(model_path))
+    order = DataOrder(config.seed, dataset.sizes, dataset.weights)
     num_prompts = num_steps * config.learner.prompts_per_batch
-    kept = [dataset[place(config.seed, ordinal, len(dataset))[1]] for ordinal in range(num_prompts)]
+    kept = [dataset[order.place(ordinal)[1]] for ordinal in range(num_prompts)]
     return TrlSpec(
         model_path=str(model_path),
         rows=[row.row for row in kept],
         prompt_ids=[row.token_ids.tolist() for row in kept],
-        reward=config.reward,
+        reward=config.reward[0].name,
         group_size=config.rollout.group_size,
         prompts_per_batch=config.learner.prompts_per_batch,
         max_completion_tokens=config.rollout.max_completion_tokens,

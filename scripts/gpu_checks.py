@@ -300,7 +300,7 @@ def update(bench: Bench) -> Figure:
 
 def measure_updates(bench: Bench, shard: Shard) -> Figure:
     """Two more updates: packed tokens a second, and the peak of allocated memory."""
-    num_tokens = sum(group.num_tokens for groups in shard.microbatches for group in groups)
+    num_tokens = sum(group.num_tokens for group in shard.groups)
     bench.reset_peak()
     bench.synchronize()
     start_s = time.monotonic()

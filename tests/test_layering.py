@@ -13,10 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "asyncrl"
 
 LAYERS = [
     {"types", "config", "errors", "dtypes", "cache"},
-    {"algorithms", "envs", "models", "stream", "run_directory"},
+    {"algorithms", "envs", "models", "stream", "run_directory", "trackers", "model_card"},
     {"coordinator", "rollout_server", "learner", "weight_sync"},
     {"launch"},
-    {"check"},
+    {"check", "export"},
     {"cli", "trainer"},
 ]
 """A part imports from lower layers and from itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MAX_MODEL_LEN, VOCAB_SIZE, ServedModel
+from memory_dataset import dataset_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config import Config, load_config, shared_digest
 from asyncrl.coordinator.batches import plan_batch, shard_of
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
-from asyncrl.coordinator.order import place, request_seed
-from asyncrl.envs.dataset import Dataset, TokenizedRow, load_tokenizer
-from asyncrl.envs.env import RewardOutcome, SingleTurnEnv
+from asyncrl.coordinator.order import DataOrder, request_seed
+from asyncrl.envs.dataset import Dataset, load_tokenizer
+from asyncrl.envs.env import Answer, RewardOutcome, SingleTurnEnv
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publish import SnapshotPublisher
 from asyncrl.learner.update import PolicyLearner
@@ -71,17 +72,23 @@ class RecordingLearner(PolicyLearner):
         return {shard.name: shard.rows.clone() for shard in self.named_shards()}
 
     def update(self, shard: Shard) -> dict[str, float]:
-        groups = [group for microbatch in shard.microbatches for group in microbatch]
-        self.versions.append(Version(groups, self._advantages(shard.plan), self.weights()))
+        self.versions.append(Version(shard.groups, self._advantages(shard.plan), self.weights()))
         self.versions[-1].metrics = super().update(shard)
         return self.versions[-1].metrics
 
 
-async def score(text: str, row: dict[str, Any]) -> RewardOutcome:
+class EvenShare:
     """Some reward that differs between completions: the share of even token numbers."""
-    numbers = [int(word[1:]) for word in text.split(";") if word]
-    share = sum(n % 2 == 0 for n in numbers) / len(numbers) if numbers else 0.0
-    return RewardOutcome(share, Status.SCORED)
+
+    needs_group = False
+
+    async def score_one(self, answer: Answer, row: dict[str, Any]) -> RewardOutcome:
+        numbers = [int(word[1:]) for word in answer.text.split(";") if word]
+        share = sum(n % 2 == 0 for n in numbers) / len(numbers) if numbers else 0.0
+        return RewardOutcome(share, Status.SCORED)
+
+    async def score_group(self, answers: Sequence[Answer], row: dict[str, Any]) -> list[RewardOutcome]:
+        raise AssertionError("it needs no group")
 
 
 def make_config(tmp_path: Path) -> Config:
@@ -107,8 +114,7 @@ def make_dataset() -> Dataset:
     prompts = [
         rng.integers(4, VOCAB_SIZE, int(rng.integers(3, 40))).astype(np.int32) for _ in range(NUM_ROWS)
     ]
-    rows = [TokenizedRow({"answer": ""}, "", ids, index) for index, ids in enumerate(prompts)]
-    return Dataset("test", rows, NUM_ROWS, 0)
+    return dataset_of([{"prompt": "", "answer": ""}] * NUM_ROWS, prompts)
 
 
 def limits() -> Limits:
@@ -150,7 +156,7 @@ def run_asynchronously(served: ServedModel, config: Config, learner: RecordingLe
         async with Connection(where, envelope, limits(), heartbeat_s=10.0, connect_s=10.0) as connection:
             env = SingleTurnEnv(load_tokenizer(served.folder))
             server = RolloutServer(
-                config, served.engine, connection, env=env, score=score, transport=ShmTransport()
+                config, served.engine, connection, env=env, rewards=EvenShare(), transport=ShmTransport()
             )
             await server.run()
 
@@ -185,13 +191,14 @@ def run_asynchronously(served: ServedModel, config: Config, learner: RecordingLe
 def run_synchronously(served: ServedModel, config: Config, learner: RecordingLearner) -> None:
     """generate, score, train, publish: neither coordinator nor stream nor server loop."""
     dataset = make_dataset()
+    order = DataOrder(config.seed, dataset.sizes, dataset.weights)
     env = SingleTurnEnv(load_tokenizer(served.folder))
     publisher = SnapshotPublisher(learner, config, torch.device("cpu"), run=RUN, incarnation="zero2")
 
     async def generate(ordinals: range) -> list[TrajectoryGroup]:
         groups = []
         for ordinal in ordinals:
-            _, row = place(config.seed, ordinal, NUM_ROWS)
+            _, row = order.place(ordinal)
             seeds = [request_seed(config.seed, ordinal, sample, 0) for sample in range(4)]
             lease = Lease(ordinal, 0, seeds, {})
             groups.append(
@@ -200,7 +207,7 @@ def run_synchronously(served: ServedModel, config: Config, learner: RecordingLea
                     dataset[row].token_ids,
                     env=env,
                     engine=served.engine,
-                    score=score,
+                    rewards=EvenShare(),
                     sampling=sampling_spec(config),
                 )
             )

@@ -38,7 +38,7 @@ class Grpo:
         )
         loss = (token_loss * weights).sum()
         learner_logprobs = batch.learner_logprobs.detach()
-        mismatch = learner_logprobs - batch.rollout_logprobs
+        mismatch = batch.proximal_logprobs - batch.rollout_logprobs
         return LossSums(
             loss=loss,
             sums={
@@ -48,7 +48,7 @@ class Grpo:
                 "actor/entropy": batch.entropy.sum(),
                 "correction/weight_mean": weights.sum(),
                 "correction/truncated_share": truncated.sum(),
-                # Estimates of KL(rollout || learner) from samples of the rollout: joschu.net/blog/kl-approx
+                # Estimates of KL(rollout || proximal) from samples of the rollout: joschu.net/blog/kl-approx
                 "mismatch/k1": -mismatch.sum(),
                 "mismatch/k3": (bounded_exp(mismatch) - 1.0 - mismatch).sum(),
             },

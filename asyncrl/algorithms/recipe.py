@@ -1,7 +1,7 @@
 """The Recipe seam: what an algorithm computes from rewards and log-probs. Pure torch functions, no model.
 
 The learner asks a recipe for the advantages of the whole batch, then for the loss of each microbatch. A
-recipe returns sums over tokens, never means: the learner divides by the batch's global number of trained
+recipe returns sums over tokens, never means: the learner divides by the mini-batch's global number of trained
 tokens, so the result depends neither on microbatches nor on ranks.
 """
 
@@ -20,7 +20,7 @@ class TokenBatch:
     learner_logprobs: Tensor
     """Under the weights being trained; carries the gradient."""
     proximal_logprobs: Tensor
-    """Under the policy that the ratio compares with: the learner before this batch's first step."""
+    """Under the policy that the ratio compares with: the learner before the batch's first step."""
     rollout_logprobs: Tensor
     """Under the distribution that sampled the token."""
     advantages: Tensor
@@ -35,7 +35,7 @@ class LossSums:
     loss: Tensor
     """Scalar: the sum over tokens, with gradient."""
     sums: dict[str, Tensor]
-    """Metric -> scalar sum over tokens; reported divided by the number of trained tokens."""
+    """Metric -> scalar sum over tokens; reported divided by the number of trained tokens of all steps."""
     maxima: dict[str, Tensor]
     """Metric -> scalar maximum over tokens; 0 without tokens."""
 

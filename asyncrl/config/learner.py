@@ -19,9 +19,9 @@ class LearnerConfig(Table):
     prompts_per_batch: Positive = 16
     """B: groups that make one version."""
     minibatches: Positive = 1
-    """Optimizer steps a batch is split into."""
+    """Optimizer steps a batch is split into, in each epoch. At most prompts_per_batch."""
     epochs: Positive = 1
-    """Passes over a batch."""
+    """Passes over a batch: minibatches x epochs optimizer steps make one version."""
     max_tokens_per_microbatch: Positive = 8192
     """Packed tokens of one forward-backward. A larger group is a microbatch of its own. Tokens."""
     max_versions: Positive = 60
@@ -35,7 +35,7 @@ class LearnerConfig(Table):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay."""
     warmup_versions: Annotated[int, Field(ge=0)] = 0
-    """Versions of linear warm-up: the first of n steps uses lr / n."""
+    """Versions of linear warm-up: the first of n versions uses lr / n. All steps of a version use the same."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this global norm."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -21,7 +21,8 @@ class SourceConfig(Table):
     split: str = "train"
     """Split of a data set of the Hub or of a saved folder."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the prompts that come from here, relative to the other sources."""
+    """Share of the prompts that come from here, relative to the other sources. Where all weights are equal, all
+    sources are shuffled together, each with the share of its size."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Column here -> column of the source: {prompt: question}. Dots reach into objects: reward_model.ground_truth."""
     filter: str | None = None
@@ -74,6 +75,13 @@ class EvalConfig(Table):
     """Longest completion of an evaluation; null is the rollout's. Tokens."""
     max_prompts: Positive | None = None
     """Only the first so many rows of data.eval; null is all."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _greedy_or_sampled(cls, value: float) -> float:
+        if 0 < value < 0.01:
+            raise ValueError(f"{value!r} is below the engine's lowest, 0.01; use that, or 0 for greedy")
+        return value
 
 
 class RolloutConfig(Table):

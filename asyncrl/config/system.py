@@ -114,12 +114,17 @@ class TimeoutsConfig(Table):
     """A server must have answered that it can take a streamed version."""
     heartbeat_s: Seconds = 30.0
     """A peer that is silent for so long is lost; heartbeats are sent three times as often."""
+    eval_s: Seconds = 600.0
+    """An evaluation must begin so long after its version was published, and end so long after it began; else it is
+    cut, counted and shown."""
     reward_s: Seconds = 10.0
     """One reward; its process is killed after it."""
     collective_s: Seconds = 600.0
     """A torch.distributed collective."""
     shutdown_s: Seconds = 20.0
     """A process that was told to stop is killed after it."""
+    trackers_s: Seconds = 60.0
+    """When a run ends, its trackers have so long to send what is left."""
 
     @field_validator("ready_s")
     @classmethod
@@ -136,6 +141,8 @@ class RunConfig(Table):
     """Parent folder."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
     """Experiment trackers that get every number of metrics.jsonl and a table of samples."""
+    samples_per_version: Annotated[int, Field(ge=0)] = 8
+    """Rows (prompt, completion, reward, versions) of the trackers' table, for each version; 0 is no table."""
     project: str = "asyncrl"
     """Project (W&B, trackio) or experiment (MLflow) of the trackers."""
     trajectories_per_version: Annotated[int, Field(ge=0)] | Literal["all"] = "all"

@@ -84,6 +84,12 @@ class Config(Table):
                 f"rollout.group_size {self.rollout.group_size} exceeds rollout.max_num_seqs "
                 f"{self.rollout.max_num_seqs}; a group must fit the engine at once"
             )
+        if self.learner.minibatches > self.learner.prompts_per_batch:
+            raise ValueError(
+                f"learner.minibatches {self.learner.minibatches} exceeds learner.prompts_per_batch "
+                f"{self.learner.prompts_per_batch}; a group stays whole, so a mini-batch has at least one"
+            )
+        self._check_evaluation()
         in_flight = self.rollout.max_groups_in_flight
         if in_flight != "auto" and in_flight * self.rollout.group_size > self.rollout.max_num_seqs:
             raise ValueError(
@@ -91,3 +97,17 @@ class Config(Table):
                 f"rollout.max_num_seqs {self.rollout.max_num_seqs}; requests would wait inside vLLM"
             )
         return self
+
+    def _check_evaluation(self) -> None:
+        every, sources = self.eval.every, [source.path for source in self.data.eval]
+        if every and not sources:
+            raise ValueError(f"eval.every {every} evaluates nothing without data.eval; name a data set there")
+        if sources and not every:
+            raise ValueError(
+                f"data.eval {', '.join(sources)} is never used with eval.every 0; set eval.every, or leave it out"
+            )
+        if self.eval.temperature == 0 and self.eval.num_samples > 1:
+            raise ValueError(
+                f"eval.num_samples {self.eval.num_samples} at eval.temperature 0 gives the same completion so often; "
+                "use 1 sample, or a temperature above 0"
+            )

@@ -5,6 +5,7 @@ All pure functions of the groups. The learner turns a shard into tensors (learne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,31 +54,56 @@ def mask_group(
     return MaskedGroup(replace(group, trajectories=trajectories), num_masked)
 
 
-def plan_batch(index: int, groups: list[TrajectoryGroup], *, num_ranks: int, max_tokens: int) -> Plan:
-    """Spreads groups (sorted by ordinal) over ranks and microbatches: a pure function of the batch.
+def plan_batch(
+    index: int,
+    groups: list[TrajectoryGroup],
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    num_minibatches: int = 1,
+    num_epochs: int = 1,
+) -> Plan:
+    """Spreads groups (sorted by ordinal) over mini-batches, ranks and microbatches: a pure function of the batch.
 
-    Groups go to the least loaded rank, longest first (by packed tokens, ties by ordinal and rank); a rank
-    fills its microbatches up to `max_tokens` in order of ordinal; every rank gets equally many microbatches,
-    the missing ones empty (weight 0). A group over `max_tokens` is a microbatch of its own.
+    Groups are dealt to the mini-batches in turn, so their sizes differ by one at most, and none gets all of the
+    lowest ordinals, which are the batch's oldest. Every epoch goes over the same mini-batches: ranks stay
+    balanced in each, and a group stays on its rank, where its proximal log-probs are. Nothing is shuffled: the
+    data order is.
     """
     num_tokens = [group.num_tokens for group in groups]
-    loads = [0] * num_ranks
-    owned: list[list[int]] = [[] for _ in range(num_ranks)]
-    for position in sorted(range(len(groups)), key=lambda p: (-num_tokens[p], p)):
-        rank = loads.index(min(loads))
-        loads[rank] += num_tokens[position]
-        owned[rank].append(position)
-    microbatches = [_fill(sorted(positions), num_tokens, max_tokens) for positions in owned]
-    most = max(len(of_rank) for of_rank in microbatches)
-    for of_rank in microbatches:
-        of_rank.extend([] for _ in range(most - len(of_rank)))
     return Plan(
         index=index,
         ordinals=[group.ordinal for group in groups],
         rewards=[[t.reward for t in group.trajectories] for group in groups],
         num_trained_tokens=[[int(t.loss_mask.sum()) for t in group.trajectories] for group in groups],
-        microbatches=microbatches,
+        minibatches=[
+            _spread(range(first, len(groups), num_minibatches), num_tokens, num_ranks, max_tokens)
+            for first in range(num_minibatches)
+        ],
+        num_epochs=num_epochs,
     )
+
+
+def _spread(
+    positions: Sequence[int], num_tokens: list[int], num_ranks: int, max_tokens: int
+) -> list[list[list[int]]]:
+    """[rank][microbatch] -> positions, of one mini-batch.
+
+    Groups go to the least loaded rank, longest first (by packed tokens, ties by ordinal and rank); a rank
+    fills its microbatches up to `max_tokens` in order of ordinal; every rank gets equally many microbatches,
+    the missing ones empty (weight 0). A group over `max_tokens` is a microbatch of its own.
+    """
+    loads = [0] * num_ranks
+    owned: list[list[int]] = [[] for _ in range(num_ranks)]
+    for position in sorted(positions, key=lambda p: (-num_tokens[p], p)):
+        rank = loads.index(min(loads))
+        loads[rank] += num_tokens[position]
+        owned[rank].append(position)
+    microbatches = [_fill(sorted(of_rank), num_tokens, max_tokens) for of_rank in owned]
+    most = max(len(of_rank) for of_rank in microbatches)
+    for of_rank in microbatches:
+        of_rank.extend([] for _ in range(most - len(of_rank)))
+    return microbatches
 
 
 def _fill(positions: list[int], num_tokens: list[int], max_tokens: int) -> list[list[int]]:
@@ -93,8 +119,8 @@ def _fill(positions: list[int], num_tokens: list[int], max_tokens: int) -> list[
 
 
 def shard_of(plan: Plan, groups: list[TrajectoryGroup], rank: int) -> Shard:
-    """The groups that one rank trains on, by microbatch."""
-    return Shard(plan, rank, [[groups[p] for p in microbatch] for microbatch in plan.microbatches[rank]])
+    """The groups that one rank trains on."""
+    return Shard(plan, rank, [groups[p] for p in plan.positions_of(rank)])
 
 
 def batch_metrics(plan: Plan, masked: list[MaskedGroup]) -> dict[str, float]:
@@ -109,8 +135,7 @@ def batch_metrics(plan: Plan, masked: list[MaskedGroup]) -> dict[str, float]:
     ages = np.concatenate([plan.index - t.policy_versions[t.loss_mask == 1] for t in trajectories])
     num_masked = sum(m.num_masked_tokens for m in masked)
     rank_tokens = [
-        sum(masked[p].group.num_tokens for microbatch in of_rank for p in microbatch)
-        for of_rank in plan.microbatches
+        sum(masked[p].group.num_tokens for p in plan.positions_of(rank)) for rank in range(plan.num_ranks)
     ]
     return {
         "critic/score/mean": float(rewards.mean()),
@@ -133,7 +158,17 @@ def batch_metrics(plan: Plan, masked: list[MaskedGroup]) -> dict[str, float]:
         "rollout/equal_reward_groups": float(sum(_equal_rewards(rewards) for rewards in plan.rewards)),
         "batch/trained_tokens": float(ages.size),
         "batch/completion_tokens": float(lengths.sum()),
+        **component_means(scored),
     }
+
+
+def component_means(trajectories: list[Trajectory]) -> dict[str, float]:
+    """`reward/<label>/mean` of each reward, before weights, over the trajectories that it applied to."""
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for label, value in trajectory.reward_components.items():
+            values.setdefault(label, []).append(value)
+    return {f"reward/{label}/mean": float(np.mean(of_label)) for label, of_label in sorted(values.items())}
 
 
 def _equal_rewards(rewards: list[float | None]) -> bool:

@@ -7,7 +7,8 @@ the batches that can form and leases what may be leased: both are safe to ask fo
     GroupFinished    (servers)         takes it into the ledger                  Acknowledged, Batch (ranks)
     VersionAnnounced (rank 0)          records it: the learner's version         VersionRecorded
     VersionPublished (rank 0)          offers it to every server                 WeightsOffer
-    VersionCommitted (servers)         the version the server may lease for      Lease
+    VersionCommitted (servers)         the version the server may lease for      Lease, EvalLease
+    EvalFinished     (servers)         the evaluation's numbers when it is done  a line of evaluations.jsonl
     Heartbeat, Hello, Bye, silence     takes in, keeps or gives up a server      ServerWelcome, Stop
     StepReport       (rank 0)          one line of metrics.jsonl                 Stop after the last version
 
@@ -21,9 +22,12 @@ import asyncio
 import time
 
 from asyncrl.config import Config
+from asyncrl.coordinator.eval_side import EvalSide
+from asyncrl.coordinator.evaluation import Evaluations
 from asyncrl.coordinator.learner_side import LearnerSide
 from asyncrl.coordinator.ledger import Ledger
 from asyncrl.coordinator.mailbox import Mailbox, Refusal
+from asyncrl.coordinator.order import DataOrder
 from asyncrl.coordinator.server_side import ServerSide
 from asyncrl.coordinator.staleness import OverAge, Pacing
 from asyncrl.coordinator.status import RunStatus
@@ -34,6 +38,7 @@ from asyncrl.stream.codec import Received
 from asyncrl.stream.envelope import SequenceGap
 from asyncrl.stream.messages import (
     Bye,
+    EvalFinished,
     Failed,
     RankHello,
     ServerHello,
@@ -47,25 +52,56 @@ from asyncrl.stream.messages import (
 class Coordinator:
     """Serves one run, from the first Hello to the last Bye."""
 
-    def __init__(self, config: Config, dataset: Dataset, mailbox: Mailbox, directory: RunDirectory) -> None:
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset,
+        mailbox: Mailbox,
+        directory: RunDirectory,
+        *,
+        eval_dataset: Dataset | None = None,
+    ) -> None:
+        """`eval_dataset`: of data.eval; None where nothing is evaluated."""
+        eval_dataset = Dataset(()) if eval_dataset is None else eval_dataset
+        order = DataOrder(config.seed, dataset.sizes, dataset.weights)
         pacing = Pacing(config.learner.prompts_per_batch, config.max_staleness)
         self.status = RunStatus(config.learner.max_versions)
         self.ending = asyncio.Event()
-        """Set when the last version is trained: from then on peers may leave."""
+        """Set when the last version is trained, and evaluated: from then on peers may leave."""
         self._timeouts = config.timeouts
         self._num_ranks = config.learner.num_ranks
+        self._max_versions = config.learner.max_versions
         self._mailbox = mailbox
         over_age: OverAge = "keep" if config.over_age == "keep" else "mask"  # the only two that are built
         self._ledger = Ledger(pacing, over_age)
-        self._server_side = ServerSide(config, dataset, mailbox, self._ledger, self.status, directory)
-        self._learner_side = LearnerSide(config, dataset, mailbox, self._ledger, self.status, directory)
+        self._evaluations = Evaluations(
+            config.eval,
+            num_prompts=min(len(eval_dataset), config.eval.max_prompts or len(eval_dataset)),
+            max_versions=config.learner.max_versions,
+        )
+        self._server_side = ServerSide(
+            config, dataset, order, mailbox, self._ledger, self._evaluations, self.status, directory
+        )
+        self._eval_side = EvalSide(
+            config, eval_dataset, self._evaluations, self._server_side.send, self.status, directory
+        )
+        self._learner_side = LearnerSide(
+            config, dataset, order, mailbox, self._ledger, self.status, directory
+        )
+        self._is_trained = False
+        self._evaluated_s = 0.0
+        """When an evaluation was last seen to be under way."""
         self._departed = asyncio.Event()
 
     async def run(self) -> None:
         """Returns when every version is trained and every peer has left. Raises the first cause otherwise."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                serving = [tasks.create_task(self._serve()), tasks.create_task(self._keep_deadlines())]
+                serving = [
+                    tasks.create_task(self._serve()),
+                    tasks.create_task(self._keep_deadlines()),
+                    tasks.create_task(self._eval_side.report(self._end_if_done)),
+                ]
                 await self.ending.wait()
                 # A task, so that the group's first exception is the first in time (errors.first_cause).
                 await tasks.create_task(self._say_goodbye())
@@ -93,12 +129,32 @@ class Coordinator:
             if refusal is not None and isinstance(refusal.error, SequenceGap):
                 await self._lost_messages(peer, refusal.error)
             elif refusal is not None:
+                if peer in self._server_side.servers:
+                    self._eval_side.refuse(refusal)
                 await self._server_side.refuse(peer, refusal)
-            if self.ending.is_set():
-                self._see_who_is_left()
-            else:
-                await self._learner_side.form_batches()
-                await self._server_side.lease()
+            await self._move_on()
+
+    async def _move_on(self) -> None:
+        """Everything that can be done now; safe to ask for at any time."""
+        if self.ending.is_set():
+            self._see_who_is_left()
+            return
+        now_s, servers = time.monotonic(), self._server_side.servers.all()
+        if self._evaluations.live:
+            if self._is_trained and not servers:
+                self._evaluations.cut_all("every server has left")
+            self._eval_side.look(self._learner_side.published_version, servers, now_s)
+            await self._server_side.offer_newest()
+        is_needed = self._evaluations.needs_snapshot(self._learner_side.published_version, servers)
+        await self._learner_side.record(now_s, snapshot_is_needed=is_needed)
+        await self._learner_side.form_batches()
+        if self._ledger.num_batches_formed < self._max_versions:
+            await self._server_side.lease()
+        await self._eval_side.lease(servers)
+
+    async def _end_if_done(self) -> None:
+        if self._is_trained and self._eval_side.is_done:
+            self.ending.set()
 
     async def _take(self, peer: bytes, received: Received) -> None:
         servers, ranks = self._server_side.servers, self._learner_side.ranks
@@ -114,16 +170,20 @@ class Coordinator:
                 raise PeerLost(f"{failed.traceback}\n{received.header.sender} failed: {failed.error}")
             case Bye():  # also of a process that was given up, or never taken in
                 self._let_go(peer)
+            case EvalFinished() if peer in servers:
+                servers[peer].last_heard_s = time.monotonic()
+                self._eval_side.take(servers[peer], received)
             case _ if peer in servers:
                 servers[peer].last_heard_s = time.monotonic()
                 await self._server_side.take(servers[peer], received)
             case VersionAnnounced() as announced if peer == ranks.get(0):
-                await self._learner_side.announced(announced)
+                self._learner_side.announced(announced, time.monotonic())
             case VersionPublished() as published if peer == ranks.get(0):
+                self._evaluations.published(published.version, time.monotonic())
                 await self._server_side.offer(self._learner_side.published(published))
             case StepReport() as report if peer == ranks.get(0):
-                if self._learner_side.reported(report, self._server_metrics()):
-                    self.ending.set()
+                self._is_trained = self._learner_side.reported(report, self._server_metrics())
+                await self._end_if_done()
             case body:
                 await self._mailbox.tell(peer, Stop("the coordinator does not know this process (any more)"))
                 self._mailbox.forget(peer)
@@ -162,29 +222,31 @@ class Coordinator:
         while True:
             await asyncio.sleep(self._timeouts.heartbeat_s / 3)
             await self._server_side.give_up_the_lost(time.monotonic())
-            if self.ending.is_set():
-                self._see_who_is_left()
-            else:
-                await self._server_side.lease()
+            await self._move_on()
+            if not self._is_trained:
                 self._check_progress()
 
     def _check_progress(self) -> None:
         """Raises PeerLost when the learner, every server, or the next version is overdue."""
         timeouts, learner = self._timeouts, self._learner_side
-        waited_s = self.status.seconds_since_version()
+        waited_s, now_s = self.status.seconds_since_version(), time.monotonic()
+        if (
+            self._evaluations.live
+        ):  # training may have to wait for them, and they have a deadline of their own
+            self._evaluated_s = now_s
         num_servers = len(self._server_side.servers)
         if learner.version < 0 and waited_s > timeouts.learner_start_s:
             raise PeerLost(
                 f"{len(learner.ranks)} of {self._num_ranks} learner ranks came, and no version was published, "
                 f"within timeouts.learner_start_s = {timeouts.learner_start_s:g} s"
             )
-        alone_s = min(waited_s, time.monotonic() - self._server_side.servers.empty_since_s)
+        alone_s = min(waited_s, now_s - self._server_side.servers.empty_since_s)
         if not num_servers and alone_s > timeouts.engine_start_s:
             raise PeerLost(
                 f"no rollout server for timeouts.engine_start_s = {timeouts.engine_start_s:g} s; start one: "
                 f"asyncrl rollout-server CONFIG --connect {self._mailbox.address}"
             )
-        if waited_s > timeouts.idle_s:
+        if min(waited_s, now_s - self._evaluated_s) > timeouts.idle_s:
             raise PeerLost(
                 f"no version for timeouts.idle_s = {timeouts.idle_s:g} s: the learner is at {learner.version}, "
                 f"{self._ledger.num_batches_formed} batches are formed, {self._ledger.num_leased} groups "

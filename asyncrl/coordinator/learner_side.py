@@ -8,10 +8,11 @@ from asyncrl.config import Config, shared_digest
 from asyncrl.coordinator.batches import MaskedGroup, batch_metrics, mask_group, plan_batch
 from asyncrl.coordinator.ledger import Ledger
 from asyncrl.coordinator.mailbox import Mailbox
-from asyncrl.coordinator.order import place
+from asyncrl.coordinator.order import DataOrder
 from asyncrl.coordinator.staleness import can_form_batch
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.envs.dataset import Dataset
+from asyncrl.envs.rows import answer_of
 from asyncrl.errors import PeerLost
 from asyncrl.run_directory import PromptText, RunDirectory
 from asyncrl.stream.codec import group_fields
@@ -36,6 +37,7 @@ class LearnerSide:
         self,
         config: Config,
         dataset: Dataset,
+        order: DataOrder,
         mailbox: Mailbox,
         ledger: Ledger,
         status: RunStatus,
@@ -44,8 +46,13 @@ class LearnerSide:
         self.ranks: dict[int, bytes] = {}
         self.version = -1
         """Newest announced version; -1 before the first."""
+        self.published_version = -1
+        """Newest finished version."""
+        self._unrecorded: VersionAnnounced | None = None
+        self._announced_s = 0.0
         self._config = config
         self._dataset = dataset
+        self._order = order
         self._mailbox = mailbox
         self._ledger = ledger
         self._status = status
@@ -67,13 +74,28 @@ class LearnerSide:
     def rank_of(self, peer: bytes) -> int | None:
         return next((rank for rank, known in self.ranks.items() if known == peer), None)
 
-    async def announced(self, announced: VersionAnnounced) -> None:
-        """Recorded before any server can have committed it: no token comes from the future."""
+    def announced(self, announced: VersionAnnounced, now_s: float) -> None:
+        """Known before any server can have committed it: no token comes from the future."""
         self.version = self._mailbox.limits.newest_version = announced.version
-        await self._mailbox.send(self.ranks[0], VersionRecorded(announced.version))
+        self._unrecorded = announced
+        self._announced_s = now_s
+
+    async def record(self, now_s: float, *, snapshot_is_needed: bool) -> None:
+        """Lets the announced version be written, after which the snapshot before it is unlinked.
+
+        While that snapshot is needed rank 0 waits, and the other ranks in a collective: for half of its timeout at
+        most.
+        """
+        limit_s = self._config.timeouts.collective_s / 2
+        if self._unrecorded is None or (snapshot_is_needed and now_s - self._announced_s < limit_s):
+            return
+        recorded = VersionRecorded(self._unrecorded.version)
+        self._unrecorded = None
+        await self._mailbox.send(self.ranks[0], recorded)
 
     def published(self, published: VersionPublished) -> WeightsOffer:
         """What the servers are offered."""
+        self.published_version = published.version
         self._directory.append_spans("learner-0", published.spans)
         self._status.record_publish(published.version, published.spans)
         return WeightsOffer(published.version, published.path, published.manifest)
@@ -104,7 +126,7 @@ class LearnerSide:
         metrics = {
             "training/global_step": float(version),
             "training/policy_version": float(version),
-            "training/epoch": float(max(group.ordinal for group in groups) // len(self._dataset)),
+            "training/epoch": float(self._order.epoch(max(group.ordinal for group in groups))),
             **of_batch,
             **report.metrics,
             "timing_s/step": step_s,
@@ -136,9 +158,9 @@ class LearnerSide:
             await self._mailbox.tell(peer, Stop(error))
 
     def _prompt_text(self, ordinal: int) -> PromptText:
-        _, row = place(self._config.seed, ordinal, len(self._dataset))
+        _, row = self._order.place(ordinal)
         kept = self._dataset[row]
-        return PromptText(kept.text, kept.row.get(self._config.data.answer_key))
+        return PromptText(kept.text, answer_of(kept.row, self._config.data))
 
     def _mask(self, index: int, group: TrajectoryGroup) -> MaskedGroup:
         return mask_group(
@@ -150,15 +172,18 @@ class LearnerSide:
 
     async def _send_batch(self, index: int, masked: list[MaskedGroup]) -> None:
         groups = [m.group for m in masked]
+        learner = self._config.learner
         plan = plan_batch(
             index,
             groups,
-            num_ranks=self._config.learner.num_ranks,
-            max_tokens=self._config.learner.max_tokens_per_microbatch,
+            num_ranks=learner.num_ranks,
+            max_tokens=learner.max_tokens_per_microbatch,
+            num_minibatches=learner.minibatches,
+            num_epochs=learner.epochs,
         )
         self._formed[index] = batch_metrics(plan, masked), groups
         for rank, peer in self.ranks.items():
-            mine = [_without_text(groups[p]) for microbatch in plan.microbatches[rank] for p in microbatch]
+            mine = [_without_text(groups[p]) for p in plan.positions_of(rank)]
             await self._mailbox.send(peer, Batch(plan, rank, [group_fields(g) for g in mine]), groups=mine)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from asyncrl.errors import PeerLost, WireError
 from asyncrl.stream.codec import Limits, Received, decode
 from asyncrl.stream.envelope import Envelope, SequenceCheck
-from asyncrl.stream.messages import AnyMessage, GroupFinished, Header, RankHello, ServerHello
+from asyncrl.stream.messages import AnyMessage, EvalFinished, GroupFinished, Header, RankHello, ServerHello
 from asyncrl.stream.sockets import Listener
 from asyncrl.types import Int32, TrajectoryGroup
 
@@ -21,6 +21,8 @@ class Refusal:
     error: WireError
     group: tuple[int, int] | None = None
     """(ordinal, redraw) when it was a finished group."""
+    evaluated: tuple[int, int] | None = None
+    """(version, row_index) when it was a finished group of an evaluation."""
 
 
 class Mailbox:
@@ -42,17 +44,20 @@ class Mailbox:
         """The next message, or why it was refused."""
         peer, frames = await self._listener.recv()
         group: tuple[int, int] | None = None
+        evaluated: tuple[int, int] | None = None
 
         def look_at(header: Header) -> None:
-            nonlocal group
+            nonlocal group, evaluated
             self._sequences.check(header)
             if isinstance(header.body, GroupFinished):
                 group = header.body.group.ordinal, header.body.group.redraw
+            if isinstance(header.body, EvalFinished):
+                evaluated = header.body.version, header.body.group.ordinal
 
         try:
             received = decode(frames, self.limits, peer=peer, on_header=look_at)
         except WireError as error:
-            return peer, Refusal(error, group)
+            return peer, Refusal(error, group, evaluated)
         if isinstance(received.body, ServerHello | RankHello):  # a peer that starts anew counts anew
             self._envelopes[peer] = Envelope(
                 "coordinator",

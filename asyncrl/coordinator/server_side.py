@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 
 from asyncrl.config import Config, shared_digest
+from asyncrl.coordinator.evaluation import Evaluations
 from asyncrl.coordinator.ledger import LeaseRecord, Ledger, Verdict
 from asyncrl.coordinator.mailbox import Mailbox, Refusal
-from asyncrl.coordinator.order import place, request_seed
+from asyncrl.coordinator.order import DataOrder, request_seed
 from asyncrl.coordinator.servers import Servers, ServerState
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.envs.dataset import Dataset
@@ -43,8 +44,10 @@ class ServerSide:
         self,
         config: Config,
         dataset: Dataset,
+        order: DataOrder,
         mailbox: Mailbox,
         ledger: Ledger,
+        evaluations: Evaluations,
         status: RunStatus,
         directory: RunDirectory,
     ) -> None:
@@ -53,8 +56,10 @@ class ServerSide:
         """Completion tokens accepted since the learner's last step."""
         self._config = config
         self._dataset = dataset
+        self._order = order
         self._mailbox = mailbox
         self._ledger = ledger
+        self._evaluations = evaluations
         self._status = status
         self._directory = directory
         self._offer: WeightsOffer | None = None
@@ -81,9 +86,8 @@ class ServerSide:
         self._status.counts["servers_joined"] += 1
         server = self.servers.join(peer, name, hello, time.monotonic())
         self._status.note(f"{server.name} is up")
-        await self._send(server, ServerWelcome())
-        if self._offer is not None:
-            await self._send(server, self._offer)
+        await self.send(server, ServerWelcome())
+        await self._offer_to(server)
 
     async def take(self, server: ServerState, received: Received) -> None:
         """Handles one message of a server that was taken in."""
@@ -108,21 +112,32 @@ class ServerSide:
     async def offer(self, offer: WeightsOffer) -> None:
         """Offers a finished version to every server; those that join later get it with their welcome."""
         self._offer = offer
+        await self.offer_newest()
+
+    async def offer_newest(self) -> None:
+        """Offers the newest version to the servers that have not been, unless an evaluation keeps them at theirs."""
         for server in self.servers.all():
-            await self._send(server, offer)
+            await self._offer_to(server)
+
+    async def _offer_to(self, server: ServerState) -> None:
+        offer = self._offer
+        if offer is None or server.offered == offer.version or self._evaluations.keeps(server):
+            return
+        server.offered = offer.version
+        await self.send(server, offer)
 
     async def lease(self) -> None:
         """Grants leases while pacing and credits allow, the least busy server first."""
         while granted := self._next_lease():
             server, lease = granted
-            _, row = place(self._config.seed, lease.ordinal, len(self._dataset))
+            _, row = self._order.place(lease.ordinal)
             seeds = [
                 request_seed(self._config.seed, lease.ordinal, sample, lease.redraw)
                 for sample in range(self._config.rollout.group_size)
             ]
             kept = self._dataset[row]
             message = Lease(lease.ordinal, lease.redraw, seeds, kept.row)
-            await self._send(server, message, prompt_ids=kept.token_ids)
+            await self.send(server, message, kept.token_ids)
 
     def _next_lease(self) -> tuple[ServerState, LeaseRecord] | None:
         for server in self.servers.next_to_lease():
@@ -147,7 +162,7 @@ class ServerSide:
                 self._status.note(f"group {ordinal} is left out: its results were refused again and again")
                 self._check_rewards()
             self._count_leases(server)
-            await self._send(server, Acknowledged([(ordinal, redraw)]))  # so that its sender forgets it
+            await self.send(server, Acknowledged([(ordinal, redraw)]))  # so that its sender forgets it
         if server.num_refused >= MAX_REFUSED_IN_A_ROW:
             await self.give_up(server, f"{server.num_refused} refused messages in a row: {refusal.error}")
 
@@ -180,12 +195,12 @@ class ServerSide:
 
     async def stop_all(self, error: str) -> None:
         for server in self.servers.all():
-            await self._send(server, Stop(error))
+            await self.send(server, Stop(error))
 
     async def _take_group(self, server: ServerState, group: TrajectoryGroup) -> None:
         verdict = self._ledger.accept(group)
         self._count_leases(server)
-        await self._send(server, Acknowledged([(group.ordinal, group.redraw)]))
+        await self.send(server, Acknowledged([(group.ordinal, group.redraw)]))
         if verdict is Verdict.UNKNOWN:
             raise WireError(f"{server.name} sent group {group.ordinal}, which was never leased")
         if verdict is Verdict.ACCEPTED:
@@ -223,16 +238,26 @@ class ServerSide:
             lease.missed_heartbeats = 0 if lease.ordinal in listed else lease.missed_heartbeats + 1
             if lease.missed_heartbeats >= 2:
                 self._ledger.lose([lease.ordinal])
+        self._count_lost_eval_leases(self._evaluations.find_missing(server.peer, heartbeat.eval_leases))
         self._count_leases(server)
 
     def _count_leases(self, server: ServerState) -> None:
-        server.count_leases(self._ledger.num_leases_of(server.peer), time.monotonic())
+        server.count_leases(
+            self._ledger.num_leases_of(server.peer),
+            time.monotonic(),
+            num_eval_leases=self._evaluations.num_leases_of(server.peer),
+        )
+
+    def _count_lost_eval_leases(self, num_lost: int) -> None:
+        if num_lost:
+            self._status.counts["eval_leases_lost"] += num_lost
 
     def _forget(self, server: ServerState) -> list[int]:
         self.servers.leave(server.peer, time.monotonic())
+        self._count_lost_eval_leases(self._evaluations.lose_server(server.peer))
         return self._ledger.lose_server(server.peer)
 
-    async def _send(self, server: ServerState, body: AnyMessage, prompt_ids: Int32 | None = None) -> None:
+    async def send(self, server: ServerState, body: AnyMessage, prompt_ids: Int32 | None = None) -> None:
         """A server that takes nothing is left to the next look at the deadlines."""
         try:
             await self._mailbox.send(server.peer, body, prompt_ids=prompt_ids)

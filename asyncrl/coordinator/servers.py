@@ -28,23 +28,36 @@ class ServerState:
     """False once a message to it found nobody."""
     version: int | None = None
     """Last version it echoed as committed; None before its cold sync."""
+    offered: int | None = None
+    """Newest version that it was offered."""
     num_refused: int = 0
     """Messages of it that broke the schema since its last good group."""
     num_leases: int = 0
+    num_eval_leases: int = 0
+    """Prompts of evaluations that it works on: besides `num_leases`, which pacing and credits count."""
     leased_s: float = 0.0
     """Time since it joined during which it held a lease."""
     lease_clock_s: float = 0.0
     """When leased_s was last brought up to date."""
     joined_s: float = 0.0
 
-    def count_leases(self, num_leases: int, now_s: float) -> None:
+    @property
+    def is_leased(self) -> bool:
+        return self.num_leases > 0 or self.num_eval_leases > 0
+
+    def serves(self, version: int) -> bool:
+        """Whether its engine has this version, and will not leave it by itself: it was offered no newer one."""
+        return self.version == self.offered == version
+
+    def count_leases(self, num_leases: int, now_s: float, *, num_eval_leases: int = 0) -> None:
         """Records how many leases it holds from now on."""
-        if self.num_leases > 0:
+        if self.is_leased:
             self.leased_s += now_s - self.lease_clock_s
         else:
             self.last_step_s = now_s  # its engine had nothing to do until now
         self.lease_clock_s = now_s
         self.num_leases = num_leases
+        self.num_eval_leases = num_eval_leases
 
 
 class Servers:
@@ -124,14 +137,14 @@ class Servers:
         return [
             s
             for s in self._states.values()
-            if s.num_leases and now_s - s.last_step_s > deadlines_s.get(s.state, self._timeouts.lease_s)
+            if s.is_leased and now_s - s.last_step_s > deadlines_s.get(s.state, self._timeouts.lease_s)
         ]
 
     def idle_share(self, now_s: float) -> float:
         """Share of the servers' time, since this was last asked, in which they held no lease."""
         leased_s, total_s = self._departed_s
         for state in self._states.values():
-            state.count_leases(state.num_leases, now_s)
+            state.count_leases(state.num_leases, now_s, num_eval_leases=state.num_eval_leases)
             leased_s += state.leased_s
             total_s += now_s - state.joined_s
         before_leased_s, before_total_s = self._reported_s

@@ -1,7 +1,15 @@
 """Everything about the task that is trained: prompts in, scored trajectories out.
 
-Read `tasks.py` (the demonstrations) for what rows look like, `dataset.py` (with `rows.py` below it) for
-how rows become prompts, `env.py` for one rollout, `rewards.py` and `gsm8k.py` for what a completion is
-worth, and `reward_pool.py` with `reward_worker.py` for where rewards run: in subprocesses that can be
-killed. `user_code.py` finds functions that a config names as `module:attr`. Nothing here imports torch.
+tasks.py      the demonstrations: what rows look like
+dataset.py    how rows become prompts               (rows.py, sources.py, prompts.py, mixture.py below it)
+env.py        one rollout, and the seams of this folder
+group_scoring.py     when a group's answers are scored      -> weighted_rewards.py   all rewards, added up
+rewards.py           what a reward is, by name      (reward_styles.py, gsm8k.py, math_answer.py, reward_model.py)
+reward_pool.py       where rewards run: subprocesses that can be killed   (reward_process.py, reward_worker.py)
+reward_checks.py     rewards against rows, before anything starts
+user_code.py         functions that a config names as `module:attr` or `file.py:attr`
+eval_metrics.py, eval_report.py     the numbers of an evaluation
+inspect_data.py      what `asyncrl data` shows
+
+Nothing here imports torch, but a reward model in its own worker.
 """

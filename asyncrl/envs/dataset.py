@@ -1,62 +1,208 @@
-"""The data set as prompts: rows of a file, a generator or a task, tokenised once. Torch-free.
+"""The data set as prompts: the rows of all its sources, checked and tokenised once. Torch-free.
 
-The coordinator and `asyncrl check` call `load_tokenizer`, `load_rows` and `tokenize`, in this order.
+The coordinator's process, `asyncrl check` and `asyncrl data` call `load_rows` (which needs no model) and then
+`tokenize`; `load_dataset` is both. Kept in memory are the positions of the kept rows and the prompts' token ids;
+a row itself is read from its source when it is leased.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 # Not AutoTokenizer: importing it imports torch, which takes seconds and hundreds of MB.
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.config import DataConfig
-from asyncrl.envs.rows import check_rows, from_generator, generate_rows, read_jsonl
-from asyncrl.envs.tasks import TASKS
-from asyncrl.envs.user_code import did_you_mean
+from asyncrl.config import DataConfig, SourceConfig
+from asyncrl.envs.mixture import integer_weights, shares, takes_turns
+from asyncrl.envs.prompts import PromptEncoder
+from asyncrl.envs.rows import check_prompt, shape_row
+from asyncrl.envs.sources import RowTable, open_source
+from asyncrl.envs.user_code import import_function
 from asyncrl.errors import ConfigError, DataError, one_line
 from asyncrl.types import Int32
+
+BATCH_ROWS = 1000
+"""Prompts that are tokenised at once."""
 
 
 @dataclass(slots=True, frozen=True)
 class TokenizedRow:
-    """One row that is short enough."""
+    """One row that is kept."""
 
     row: dict[str, Any]
-    text: str
-    """The prompt as it was tokenised: the chat template is applied."""
     token_ids: Int32
     """[P]"""
     row_index: int
-    """Position in the data set as read."""
+    """Position in its source as read."""
+    render: Callable[[], str] = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        """The prompt as it was tokenised: the chat template is applied, anew at every call."""
+        return self.render()
+
+
+class SourceRows(Sequence[dict[str, Any]]):
+    """The rows of one source that its filter keeps, each read, shaped and converted when it is asked for."""
+
+    def __init__(self, table: RowTable, source: SourceConfig, positions: NDArray[np.int64]) -> None:
+        self.name = source.path
+        self.weight = source.weight
+        self.num_rows = len(table)
+        """As read: kept and filtered."""
+        self.positions = positions
+        """[len(self)] of the kept rows in the source."""
+        self._table = table
+        self._columns = source.columns
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = int(self.positions[index])
+        return shape_row(self._table[position], self._columns, Where(self._table, position))
+
+    def where(self, index: int) -> str:
+        """Names the kept row for an error."""
+        return self._table.where(int(self.positions[index]))
 
 
 @dataclass(slots=True, frozen=True)
-class Dataset:
-    """The kept rows, and what was left out. `dataset[i]` is the i-th kept row."""
+class Where:
+    """A row's name, made when it is needed."""
 
-    source: str
-    kept: list[TokenizedRow]
+    table: RowTable
+    position: int
+
+    def __str__(self) -> str:
+        return self.table.where(self.position)
+
+
+@dataclass(slots=True, frozen=True)
+class SourceCounts:
+    """What became of one source's rows: num_rows = num_kept + num_filtered + num_too_long."""
+
+    name: str
     num_rows: int
-    """Rows as read: kept and dropped."""
+    num_kept: int
+    num_filtered: int
+    """Left out by the source's `filter`."""
     num_too_long: int
-    """Rows dropped because their prompt exceeds `data.max_prompt_tokens`."""
+    """Their prompt exceeds `data.max_prompt_tokens`."""
+    share: float
+    """Of the run's prompts that come from here."""
+
+
+@dataclass(slots=True, frozen=True)
+class SourcePrompts:
+    """One source's prompts that are short enough."""
+
+    rows: SourceRows
+    kept: NDArray[np.int64]
+    """[N] their indices in `rows`."""
+    token_ids: Int32
+    """[sum of lengths] of all prompts, one after the other."""
+    starts: NDArray[np.int64]
+    """[N + 1] where in `token_ids` each begins."""
+    encoder: PromptEncoder
 
     def __len__(self) -> int:
         return len(self.kept)
 
     def __getitem__(self, index: int) -> TokenizedRow:
-        return self.kept[index]
+        kept = int(self.kept[index])
+        row = self.rows[kept]
+        return TokenizedRow(
+            row,
+            self.token_ids[self.starts[index] : self.starts[index + 1]],
+            int(self.rows.positions[kept]),
+            render=lambda: self.encoder.text(row, self.rows.where(kept)),
+        )
+
+
+class Dataset:
+    """The kept prompts of all sources, one source after the other. `dataset[i]` is the i-th kept row."""
+
+    def __init__(self, parts: Sequence[SourcePrompts]) -> None:
+        self.parts = tuple(parts)
+        self._starts = [0, *accumulate(len(part) for part in parts)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> TokenizedRow:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect_right(self._starts, index) - 1
+        return self.parts[number][index - self._starts[number]]
+
+    def __iter__(self) -> Iterator[TokenizedRow]:
+        return chain.from_iterable((part[i] for i in range(len(part))) for part in self.parts)
+
+    @property
+    def source(self) -> str:
+        """The sources' names, for people."""
+        return ", ".join(part.rows.name for part in self.parts)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Kept prompts of each source."""
+        return [len(part) for part in self.parts]
+
+    @property
+    def weights(self) -> list[float]:
+        """Of each source."""
+        return [part.rows.weight for part in self.parts]
+
+    @property
+    def counts(self) -> list[SourceCounts]:
+        """Of each source, in the order of the config."""
+        return [
+            SourceCounts(
+                name=part.rows.name,
+                num_rows=part.rows.num_rows,
+                num_kept=len(part),
+                num_filtered=part.rows.num_rows - len(part.rows),
+                num_too_long=len(part.rows) - len(part),
+                share=share,
+            )
+            for part, share in zip(self.parts, shares(self.sizes, self.weights), strict=True)
+        ]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows as read: kept and dropped."""
+        return sum(counts.num_rows for counts in self.counts)
+
+    @property
+    def num_filtered(self) -> int:
+        return sum(counts.num_filtered for counts in self.counts)
+
+    @property
+    def num_too_long(self) -> int:
+        return sum(counts.num_too_long for counts in self.counts)
 
     @property
     def prompt_lengths(self) -> Int32:
         """[len(self)] tokens of each kept prompt."""
-        return np.array([len(row.token_ids) for row in self.kept], np.int32)
+        return np.concatenate([np.zeros(0, np.int64), *(np.diff(part.starts) for part in self.parts)]).astype(
+            np.int32
+        )
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
@@ -69,103 +215,80 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(path)
 
 
-def load_rows(data: DataConfig, seed: int) -> list[dict[str, Any]]:
-    """All rows of `data.train`, checked. Raises ConfigError (unknown source), DataError (unusable rows)."""
-    source, path = data.train, Path(data.train)
-    if task := TASKS.get(source):
-        located = from_generator(task(seed), source, data.max_rows)
-    elif path.suffix == ".jsonl" or path.is_file():
-        located = read_jsonl(path)
-    elif ":" in source:
-        located = generate_rows(source, seed, data.max_rows)
-    else:
-        raise ConfigError(
-            f"data.train {source!r} is neither a file nor a task{did_you_mean(source, TASKS)}; "
-            f"use a JSONL file, module:attr, or one of {', '.join(TASKS)}"
-        )
-    rows = check_rows(located, data)
-    if not rows:
-        raise DataError(f"{source}: no rows")
-    return rows
+def load_dataset(
+    sources: Sequence[SourceConfig],
+    data: DataConfig,
+    seed: int,
+    tokenizer: PreTrainedTokenizerFast,
+    key: str = "data.train",
+) -> Dataset:
+    """`load_rows`, then `tokenize`. Raises ConfigError, DataError."""
+    return tokenize(load_rows(sources, data, seed, key), data, tokenizer)
 
 
-def tokenize(rows: Sequence[dict[str, Any]], data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> Dataset:
+def load_rows(
+    sources: Sequence[SourceConfig], data: DataConfig, seed: int, key: str = "data.train"
+) -> list[SourceRows]:
+    """The rows of each source, every one looked at: shape, values, filter, prompt.
+
+    `seed` is given to generators; `key` is where the config names the sources, for errors. Raises ConfigError
+    (unknown source, filter or weights), DataError (unusable rows, or none).
+    """
+    if takes_turns(weights := [source.weight for source in sources]):
+        integer_weights(weights)
+    return [examine(open_source(source, seed, data.max_rows, key), source, data, key) for source in sources]
+
+
+def examine(table: RowTable, source: SourceConfig, data: DataConfig, key: str = "data.train") -> SourceRows:
+    """Reads every row once and remembers which are kept. Raises ConfigError, DataError."""
+    keep = import_function(source.filter, f"{key}: filter") if source.filter is not None else None
+    kept = array("q")
+    for position in range(len(table)):
+        where = Where(table, position)
+        row = shape_row(table[position], source.columns, where)
+        if keep is None or _passes(keep, row, source.filter, where):
+            check_prompt(row, data.prompt_key, where)
+            kept.append(position)
+    if not len(table):
+        raise DataError(f"{source.path}: no rows")
+    if not kept:
+        raise DataError(f"{source.path}: the filter {source.filter!r} leaves none of {len(table)} rows")
+    return SourceRows(table, source, np.array(kept, np.int64))
+
+
+def _passes(keep: Callable[..., Any], row: dict[str, Any], spec: str | None, where: Where) -> bool:
+    try:
+        return bool(keep(row))
+    except Exception as error:
+        raise DataError(f"{where}: the filter {spec!r} failed with {one_line(error)}") from error
+
+
+def tokenize(rows: Sequence[SourceRows], data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> Dataset:
     """Tokenises each prompt once and drops those that are too long. Raises DataError.
 
-    Chat prompts go through the chat template with the generation prompt, and get no special token but
-    the template's own; string prompts get those that the tokenizer adds by itself.
+    Every source must keep at least one.
     """
-    prompts = [_prompt(row, data) for row in rows]
-    chats = [index for index, prompt in enumerate(prompts) if isinstance(prompt, list)]
-    if chats and tokenizer.chat_template is None:
+    encoder = PromptEncoder(data, tokenizer)
+    return Dataset([_tokenize_source(of_source, data.max_prompt_tokens, encoder) for of_source in rows])
+
+
+def _tokenize_source(rows: SourceRows, max_tokens: int, encoder: PromptEncoder) -> SourcePrompts:
+    lengths = np.zeros(len(rows), np.int64)
+    pieces: list[Int32] = []
+    for first in range(0, len(rows), BATCH_ROWS):
+        batch = rows[first : first + BATCH_ROWS]
+        texts = [encoder.text(row, rows.where(index)) for index, row in enumerate(batch, start=first)]
+        token_ids = encoder.token_ids(batch, texts)
+        lengths[first : first + len(batch)] = [len(ids) for ids in token_ids]
+        short = (ids for ids in token_ids if len(ids) <= max_tokens)
+        pieces.append(np.fromiter(chain.from_iterable(short), np.int32))
+    if not lengths.all():
+        raise DataError(f"{rows.where(int(np.argmin(lengths)))}: the prompt has no tokens")
+    kept = np.flatnonzero(lengths <= max_tokens)
+    if not len(kept):
         raise DataError(
-            f"{data.train}, row {chats[0]} (from 0): the prompt is a list of messages, but the tokenizer of "
-            f"{tokenizer.name_or_path!r} has no chat template; use a model that has one (instruct models "
-            "do), add a chat_template.jinja to its folder, or make the prompts strings"
+            f"{rows.name}: all {len(rows)} prompts are longer than data.max_prompt_tokens {max_tokens} (the "
+            f"shortest has {lengths.min()}); raise it"
         )
-    token_ids: list[list[int]] = [[] for _ in rows]
-    texts = [
-        prompt
-        if isinstance(prompt, str)
-        else _render(prompt, tokenizer, f"{data.train}, row {index} (from 0)")
-        for index, prompt in enumerate(prompts)
-    ]
-    _encode_into(token_ids, chats, texts, tokenizer, add_special_tokens=False)
-    plain = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
-    _encode_into(token_ids, plain, texts, tokenizer, add_special_tokens=True)
-    return _keep_short(rows, texts, token_ids, data)
-
-
-def _prompt(row: dict[str, Any], data: DataConfig) -> Any:
-    """The row's prompt: a string, or a list of messages with the system prompt in it."""
-    prompt = row[data.prompt_key]
-    if isinstance(prompt, str):
-        if not data.as_chat:
-            return prompt
-        prompt = [{"role": "user", "content": prompt}]
-    if data.system_prompt is not None and prompt[0]["role"] != "system":
-        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
-    return prompt
-
-
-def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, where: str) -> str:
-    try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates raise exceptions of their own, such as "roles must alternate"
-        raise DataError(f"{where}: the chat template refuses the messages: {one_line(error)}") from error
-    assert isinstance(text, str)
-    return text
-
-
-def _encode_into(
-    token_ids: list[list[int]],
-    indices: list[int],
-    texts: list[str],
-    tokenizer: PreTrainedTokenizerFast,
-    add_special_tokens: bool,
-) -> None:
-    if not indices:
-        return
-    chosen = [texts[index] for index in indices]
-    encoded = tokenizer(
-        chosen, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
-    )
-    for index, ids in zip(indices, encoded["input_ids"], strict=True):
-        token_ids[index] = ids
-
-
-def _keep_short(
-    rows: Sequence[dict[str, Any]], texts: list[str], token_ids: list[list[int]], data: DataConfig
-) -> Dataset:
-    kept: list[TokenizedRow] = []
-    for index, (row, text, ids) in enumerate(zip(rows, texts, token_ids, strict=True)):
-        if not ids:
-            raise DataError(f"{data.train}, row {index} (from 0): the prompt has no tokens")
-        if len(ids) <= data.max_prompt_tokens:
-            kept.append(TokenizedRow(row, text, np.array(ids, np.int32), index))
-    if not kept:
-        raise DataError(
-            f"{data.train}: all {len(rows)} prompts are longer than data.max_prompt_tokens "
-            f"{data.max_prompt_tokens} (the shortest has {min(map(len, token_ids), default=0)}); raise it"
-        )
-    return Dataset(data.train, kept, num_rows=len(rows), num_too_long=len(rows) - len(kept))
+    starts = np.concatenate([[0], np.cumsum(lengths[kept])])
+    return SourcePrompts(rows, kept, np.concatenate(pieces), starts, encoder)

@@ -1,13 +1,14 @@
 """The Env seam: one rollout, from a prompt to a trajectory. Rollout servers run it, many at once.
 
-An environment is given two callables and knows neither the engine nor the reward pool: `generate` samples
-one completion after a context of token ids (request id, seed and sampling are the caller's), `score` gives
-its text a reward.
+An environment is given two callables and knows neither the engine nor the rewards: `generate` samples one
+completion after a context of token ids (request id, seed and sampling are the caller's), `score` gives its
+text a reward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,20 +29,49 @@ class SampledCompletion(Protocol):
     def finish_reason(self) -> str: ...
 
 
+class Answer(NamedTuple):
+    """A completion as rewards see it."""
+
+    text: str
+    """Without special tokens."""
+    token_ids: Int32
+    """[T] as sampled."""
+
+
 class RewardOutcome(NamedTuple):
-    """What came of scoring one completion. `reward` is a finite number only when status is SCORED."""
+    """What came of scoring one answer. `reward` is a finite number only when status is SCORED."""
 
     reward: float | None
+    """None also where no reward applied (status SCORED): GroupScoring makes that a failure in the end."""
     status: Status
     detail: str = ""
     """Why there is no reward, on one line."""
+    components: Mapping[str, float] = MappingProxyType({})
+    """What each reward gave, by label, before weights; and `label/key`: the other numbers that it returned."""
+
+
+class Rewards(Protocol):
+    """What scores the rollouts of a group (weighted_rewards.py). Failures are outcomes, never exceptions."""
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether some reward is given all answers of a group at once."""
+        ...
+
+    async def score_one(self, answer: Answer, row: dict[str, Any]) -> RewardOutcome:
+        """Of the rewards that take one answer at a time."""
+        ...
+
+    async def score_group(self, answers: Sequence[Answer], row: dict[str, Any]) -> list[RewardOutcome]:
+        """Of the rewards that take a group's answers; one outcome an answer."""
+        ...
 
 
 Generate = Callable[[Int32], Awaitable[SampledCompletion]]
 """Context token ids [P] -> the completion sampled after them."""
 
-Score = Callable[[str, dict[str, Any]], Awaitable[RewardOutcome]]
-"""Completion text and the prompt's row -> its outcome."""
+Score = Callable[[Answer], Awaitable[RewardOutcome]]
+"""The rollout's answer -> its outcome. Called at most once a rollout."""
 
 
 class Decoder(Protocol):
@@ -73,7 +103,7 @@ class SingleTurnEnv:
         if completion.finish_reason == "abort":
             outcome = RewardOutcome(None, Status.ABORTED, "the engine ended the request without finishing it")
         else:
-            outcome = await score(text, prompt.row)
+            outcome = await score(Answer(text, completion.token_ids))
         return Trajectory(
             token_ids=completion.token_ids,
             loss_mask=np.ones(len(completion.token_ids), np.uint8),
@@ -84,4 +114,5 @@ class SingleTurnEnv:
             finish_reason=completion.finish_reason,
             text=text,
             detail=outcome.detail[:MAX_DETAIL_CHARACTERS],
+            reward_components=dict(outcome.components),
         )

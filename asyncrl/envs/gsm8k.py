@@ -29,15 +29,25 @@ _LAST_RUN = re.compile(rf"(?:(?<![\w)\]])[-{MINUS}])?[{CURRENCY}]?\.?[0-9](?:[0-
 
 def gsm8k_strict(completion: str, answer: str) -> float:
     """1.0 when the text after the last `####` is the gold number, else 0.0."""
-    return _equal(_after_marker(completion), answer)
+    return _equal(strict_number(completion), answer)
 
 
 def gsm8k_flexible(completion: str, answer: str) -> float:
     r"""1.0 when the number after `####`, else in `\boxed{}`, else the last one, is the gold number."""
-    for found in (_after_marker(completion), _boxed(completion), _last_number(completion)):
-        if found is not None:
-            return _equal(found, answer)
-    return 0.0
+    return _equal(flexible_number(completion), answer)
+
+
+def strict_number(completion: str) -> Fraction | None:
+    """What `gsm8k_strict` compares with the gold number."""
+    return _after_marker(completion)
+
+
+def flexible_number(completion: str) -> Fraction | None:
+    """What `gsm8k_flexible` compares with the gold number."""
+    for read in (_after_marker, _boxed, _last_number):
+        if (found := read(completion)) is not None:
+            return found
+    return None
 
 
 def gold_number(answer: str) -> Fraction | None:

@@ -1,34 +1,28 @@
-"""Rewards, run in subprocesses that can be killed. One pool a rollout server.
+"""One reward, run in subprocesses that can be killed. A rollout server has one pool for each of its rewards.
 
-    async with RewardPool("gsm8k_strict", num_workers=2, timeout_s=10.0) as pool:
-        outcome = await pool.score(completion, row)
+    async with RewardPool(RewardSpec("gsm8k_strict"), num_workers=2) as pool:
+        [outcome] = await pool.score(RewardRequest([completion], [token_ids], row, answer="72"))
 
-A reward that runs too long, kills its process or is cancelled costs its worker: the process group is
-killed, and a fresh process takes its place before the worker is used again. So the pool never shrinks, and
-nothing a reward does can hold the rollout server.
+A call that runs too long, kills its process or is cancelled costs its worker: the process group is killed, and
+a fresh process takes its place before it is used again. So the pool never shrinks, and nothing a reward does
+can hold the rollout server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import sys
 from dataclasses import dataclass, replace
-from typing import Any
-
-import msgpack
 
 from asyncrl.envs.env import RewardOutcome
-from asyncrl.envs.reward_worker import LENGTH_BYTES, pack
+from asyncrl.envs.reward_messages import RewardReply, RewardRequest, RewardSpec, WorkerReady
+from asyncrl.envs.reward_process import RewardProcess
 from asyncrl.errors import AsyncRLError, ConfigError, one_line
 from asyncrl.types import Status
 
-START_TIMEOUT_S = 60.0
-"""A worker must have imported the reward by then."""
-KILL_TIMEOUT_S = 10.0
-"""A killed worker must be gone by then."""
+MAX_ASYNC_CALLS = 64
+"""Calls of an async reward that run at once, on the event loop of one process."""
+ASYNC_GRACE_S = 2.0
+"""An async call ends itself at its deadline. So long after it, the event loop must be blocked: it is killed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,91 +38,122 @@ class RewardStatistics:
     """Detail of the latest outcome without a reward."""
 
 
-class WorkerDied(AsyncRLError):
-    """A reward worker's process ended in the middle of a reward."""
-
-
 class RewardPool:
-    """`num_workers` reward processes; at most so many rewards run at once, and more wait their turn.
+    """At most `num_workers` calls run at once, each in a process; more wait their turn.
 
-    `timeout_s` is the deadline of one reward, counted from when a worker takes it.
+    Of an async reward MAX_ASYNC_CALLS run in one process; of a model one call runs. Processes after the first
+    start when they are first needed. The deadline, `spec.timeout_s`, counts from when a worker takes the call.
     """
 
-    def __init__(
-        self, reward: str, answer_key: str = "answer", num_workers: int = 1, timeout_s: float = 10.0
-    ) -> None:
+    def __init__(self, spec: RewardSpec, num_workers: int = 1) -> None:
         if num_workers < 1:
             raise ConfigError(f"a reward pool of {num_workers} workers scores nothing; use at least 1")
-        self._timeout_s = timeout_s
-        self._workers = [_Worker(reward, answer_key) for _ in range(num_workers)]
-        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        for worker in self._workers:
-            self._idle.put_nowait(worker)
+        self._spec = spec
+        self._num_workers = num_workers
+        self._processes = [RewardProcess(spec)]
+        # The one used last first: as few processes are started as calls overlap.
+        self._free: asyncio.LifoQueue[RewardProcess] = asyncio.LifoQueue()
+        self._num_places = 0
+        self._ready = WorkerReady()
         self._closed = False
         self._statistics = RewardStatistics()
 
     async def __aenter__(self) -> RewardPool:
-        """Starts the workers. Raises ConfigError when the reward cannot be imported."""
+        """Starts a worker. Raises ConfigError when the reward cannot be imported or loaded."""
         try:
-            results = await asyncio.gather(*(w.start() for w in self._workers), return_exceptions=True)
-            if errors := [result for result in results if isinstance(result, BaseException)]:
-                raise errors[0]
+            ready = await self._processes[0].start()
         except BaseException:
             await self._close()
             raise
+        assert ready is not None
+        self._ready = ready
+        if ready.is_async:
+            places = self._processes * MAX_ASYNC_CALLS
+        elif ready.is_large:
+            places = self._processes
+        else:
+            self._processes += [RewardProcess(self._spec) for _ in range(self._num_workers - 1)]
+            places = self._processes
+        self._num_places = len(places)
+        for process in reversed(places):
+            self._free.put_nowait(process)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._close()
 
+    @property
+    def takes_group(self) -> bool:
+        """Whether a request holds a whole group's completions instead of one."""
+        return self._ready.takes_group
+
     def statistics(self) -> RewardStatistics:
         """A snapshot of the counts."""
-        return replace(
-            self._statistics, num_processes_started=sum(w.num_processes_started for w in self._workers)
-        )
+        num_started = sum(process.num_started for process in self._processes)
+        return replace(self._statistics, num_processes_started=num_started)
 
-    async def score(self, completion: str, row: dict[str, Any]) -> RewardOutcome:
-        """Scores one completion. A failure of any kind is an outcome, never an exception."""
-        worker = await self._idle.get()
+    async def score(self, request: RewardRequest) -> list[RewardOutcome]:
+        """One outcome a completion. A failure of any kind is an outcome, never an exception.
+
+        `components` holds what the reward returned besides its number. An outcome that is SCORED without a
+        reward: the reward does not apply to that completion.
+        """
+        process = await self._free.get()
         finished = False
         try:
-            outcome = await self._score_on(worker, completion, row)
+            outcomes = await self._score_on(process, request)
             finished = True
         except asyncio.CancelledError:
             self._count(num_cancelled=1)
             raise
         finally:
-            if not finished:
-                worker.kill()
-            self._idle.put_nowait(worker)
-        self._count(
-            num_scored=outcome.status is Status.SCORED,
-            num_failed=outcome.status is Status.REWARD_FAILED,
-            num_timeouts=outcome.status is Status.REWARD_TIMEOUT,
-            last_failure=outcome.detail,
-        )
-        return outcome
+            if not finished and not self._ready.is_async:  # others' calls run in an async reward's process
+                process.kill("its call was cancelled")
+            self._free.put_nowait(process)
+        for outcome in outcomes:
+            self._count(
+                num_scored=outcome.status is Status.SCORED,
+                num_failed=outcome.status is Status.REWARD_FAILED,
+                num_timeouts=outcome.status is Status.REWARD_TIMEOUT,
+                last_failure=outcome.detail,
+            )
+        return outcomes
 
-    async def _score_on(self, worker: _Worker, completion: str, row: dict[str, Any]) -> RewardOutcome:
-        if self._closed:
-            return RewardOutcome(None, Status.REWARD_FAILED, "the reward pool is closed")
+    async def _score_on(self, process: RewardProcess, request: RewardRequest) -> list[RewardOutcome]:
         try:
-            frame = pack({"completion": completion, "row": row})
-            if not worker.is_alive:
-                await worker.start()
-            async with asyncio.timeout(self._timeout_s):
-                reply = await worker.ask(frame)
+            reply = await self._ask(process, request)
         except TimeoutError:
-            worker.kill()
-            detail = f"the reward ran past {self._timeout_s} s (timeouts.reward_s) and was killed"
-            return RewardOutcome(None, Status.REWARD_TIMEOUT, detail)
+            process.kill("a call ran past its deadline, and held up the others")
+            return self._all(request, Status.REWARD_TIMEOUT, self._too_long)
         except AsyncRLError as error:
-            return RewardOutcome(None, Status.REWARD_FAILED, str(error))
+            return self._all(request, Status.REWARD_FAILED, str(error))
         except (OSError, TypeError, ValueError, OverflowError) as error:  # no process, or no JSON values
-            return RewardOutcome(None, Status.REWARD_FAILED, one_line(error))
-        if "error" in reply:
-            return RewardOutcome(None, Status.REWARD_FAILED, reply["error"])
-        return RewardOutcome(reply["reward"], Status.SCORED)
+            return self._all(request, Status.REWARD_FAILED, one_line(error))
+        if reply.timed_out:
+            return self._all(request, Status.REWARD_TIMEOUT, self._too_long)
+        if reply.error:
+            return self._all(request, Status.REWARD_FAILED, reply.error)
+        return [
+            RewardOutcome(None, Status.REWARD_FAILED, value.error)
+            if value.error
+            else RewardOutcome(value.reward, Status.SCORED, components=value.extras)
+            for value in reply.values
+        ]
+
+    async def _ask(self, process: RewardProcess, request: RewardRequest) -> RewardReply:
+        if self._closed:
+            raise AsyncRLError("the reward pool is closed")
+        await process.start()
+        deadline_s = self._spec.timeout_s + (ASYNC_GRACE_S if self._ready.is_async else 0.0)
+        async with asyncio.timeout(deadline_s):
+            return await process.ask(request)
+
+    @property
+    def _too_long(self) -> str:
+        return f"it ran past {self._spec.timeout_s:g} s (timeouts.reward_s) and was ended"
+
+    def _all(self, request: RewardRequest, status: Status, detail: str) -> list[RewardOutcome]:
+        return [RewardOutcome(None, status, detail)] * len(request.completions)
 
     def _count(self, *, last_failure: str = "", **increments: int) -> None:
         now = {name: getattr(self._statistics, name) + count for name, count in increments.items()}
@@ -137,92 +162,10 @@ class RewardPool:
 
     async def _close(self) -> None:
         self._closed = True
-        for worker in self._workers:
-            worker.kill()
-        # Scores that were running meet a dead worker and give it back; only then is its pipe free to drain.
-        for _ in self._workers:
-            await (await self._idle.get()).wait()
-
-
-class _Worker:
-    """One place in the pool, and the process that fills it at the moment."""
-
-    def __init__(self, reward: str, answer_key: str) -> None:
-        self._reward = reward
-        self._answer_key = answer_key
-        self._process: asyncio.subprocess.Process | None = None
-        self._killed = False
-        self.num_processes_started = 0
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process is not None and not self._killed and self._process.returncode is None
-
-    async def start(self) -> None:
-        """Starts a process in place of the last one. Raises ConfigError, or WorkerDied."""
-        self.kill()
-        await self.wait()
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "asyncrl.envs.reward_worker",
-            str(os.getpid()),
-            self._answer_key,
-            self._reward,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a process group of its own: the reward's children die with it
-        )
-        self._killed = False
-        self.num_processes_started += 1
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                reply = await self._receive(self._process)
-            if "error" in reply:
-                raise ConfigError(reply["error"])
-        except TimeoutError:
-            self.kill()
-            raise ConfigError(
-                f"importing reward {self._reward!r} took longer than {START_TIMEOUT_S} s; make it lighter"
-            ) from None
-        except BaseException:
-            self.kill()
-            raise
-
-    async def ask(self, frame: bytes) -> dict[str, Any]:
-        """Sends one request and waits for its reply. Raises WorkerDied."""
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it died: the read below says how
-            process.stdin.write(frame)
-            await process.stdin.drain()
-        return await self._receive(process)
-
-    def kill(self) -> None:
-        """Kills the process and its children, without waiting. Idempotent."""
-        if self._process is not None and not self._killed:
-            self._killed = True
-            with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def wait(self) -> None:
-        """Waits until a killed process is gone and its pipes are closed."""
-        if self._process is not None:
-            # Past the deadline a child that left the group holds the pipe: nothing more can be done.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(KILL_TIMEOUT_S):
-                    await self._process.communicate()
-            self._process = None
-
-    async def _receive(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
-        assert process.stdout is not None
-        try:
-            header = await process.stdout.readexactly(LENGTH_BYTES)
-            body = await process.stdout.readexactly(int.from_bytes(header, "little"))
-        except asyncio.IncompleteReadError:
-            self.kill()
-            code = await process.wait()
-            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            raise WorkerDied(f"the reward's process ended {how}") from None
-        return msgpack.unpackb(body)
+        for process in self._processes:
+            process.kill("the reward pool is closed")
+        # Calls that were running meet a dead worker and give it back; only then is its pipe free to drain.
+        for _ in range(self._num_places):
+            await self._free.get()
+        for process in self._processes:
+            await process.wait()

@@ -1,68 +1,134 @@
-"""A reward worker: `python -m asyncrl.envs.reward_worker PARENT_PID ANSWER_KEY REWARD`.
+"""A reward worker: `python -m asyncrl.envs.reward_worker PARENT_PID SPEC`, started by reward_process.py.
 
-RewardPool starts several and kills the ones that run too long. Frames go over the original stdin and
-stdout: four bytes of length (little-endian), then one msgpack object.
-
-    worker -> pool   {"ready": true} or {"error": why the reward cannot be imported}, once
-    pool -> worker   {"completion": str, "row": {...}}
-    worker -> pool   {"reward": float} or {"error": one line}
-
-What the reward prints goes to stderr, because stdout carries the frames. The worker ends with its parent.
+It runs one reward, which reward_messages.py's frames ask for over the original stdin and stdout: one call at a
+time on the main thread, or, for an async reward, as many at once as the pool sends, on one event loop. What the
+reward prints goes to stderr, because stdout carries the frames. The worker ends with its parent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import math
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from typing import Any, BinaryIO
 
-import msgpack
+import msgspec
 
-from asyncrl.envs.rewards import Reward, resolve_reward
+from asyncrl.envs.reward_messages import (
+    LENGTH_BYTES,
+    RewardReply,
+    RewardRequest,
+    RewardSpec,
+    RewardValue,
+    WorkerReady,
+    frame,
+)
+from asyncrl.envs.reward_styles import Reward
+from asyncrl.envs.rewards import resolve_reward
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.types import MAX_ABS_REWARD
 
 PR_SET_PDEATHSIG = 1
-LENGTH_BYTES = 4
 
-
-def pack(message: dict[str, Any]) -> bytes:
-    """One frame."""
-    body: bytes = msgpack.Packer().pack(message)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+_decoder = msgspec.msgpack.Decoder(RewardRequest)
 
 
 def main() -> None:
-    parent_pid, answer_key, reward_name = sys.argv[1:]
+    parent_pid, spec_json = sys.argv[1:]
     _end_with_parent(int(parent_pid))
     frames_in, frames_out = _take_over_stdio()
+    spec = msgspec.json.decode(spec_json, type=RewardSpec)
     try:
-        reward = resolve_reward(reward_name, answer_key)
+        reward = resolve_reward(spec)
+        reward.load()
     except ConfigError as error:
-        _send(frames_out, {"error": str(error)})
+        _send(frames_out, WorkerReady(error=str(error)))
         return
-    _send(frames_out, {"ready": True})
+    _send(frames_out, WorkerReady("", reward.takes_group, reward.is_async, reward.is_large))
+    if reward.is_async:
+        asyncio.run(_serve_async(reward, frames_in, frames_out, spec.timeout_s))
+    else:
+        _serve(reward, frames_in, frames_out)
+
+
+def _serve(reward: Reward, frames_in: BinaryIO, frames_out: BinaryIO) -> None:
     while header := frames_in.read(LENGTH_BYTES):
-        body = frames_in.read(int.from_bytes(header, "little"))
-        request = msgpack.unpackb(body, strict_map_key=True)
-        _send(frames_out, score(reward, request["completion"], request["row"]))
+        request = _decoder.decode(frames_in.read(int.from_bytes(header, "little")))
+        try:
+            reply = reply_of(reward, request, reward.call(request))
+        except (Exception, SystemExit) as error:
+            reply = RewardReply(request.number, error=one_line(error))
+        _send(frames_out, reply)
 
 
-def score(reward: Reward, completion: str, row: dict[str, Any]) -> dict[str, Any]:
-    """{"reward": a finite float}, or {"error": why there is none}."""
-    try:
-        value = reward(completion, row)
-        number = float("nan") if isinstance(value, str | bytes) else float(value)
-    except Exception as error:
-        return {"error": one_line(error)}
+async def _serve_async(reward: Reward, frames_in: BinaryIO, frames_out: BinaryIO, timeout_s: float) -> None:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), frames_in
+    )
+
+    async def answer(request: RewardRequest) -> None:
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                reply = reply_of(reward, request, await reward.call(request))
+        except (Exception, SystemExit) as error:
+            timed_out = isinstance(error, TimeoutError) and deadline.expired()
+            reply = RewardReply(request.number, error=one_line(error), timed_out=timed_out)
+        _send(frames_out, reply)
+
+    async with asyncio.TaskGroup() as calls:
+        while header := await reader.read(1):
+            header += await reader.readexactly(LENGTH_BYTES - 1)
+            body = await reader.readexactly(int.from_bytes(header, "little"))
+            calls.create_task(answer(_decoder.decode(body)))
+
+
+def reply_of(reward: Reward, request: RewardRequest, result: Any) -> RewardReply:
+    """What the reward returned, as values. Raises TypeError, ValueError for what is no list of the right length."""
+    if not reward.takes_group:
+        return RewardReply(request.number, [read_value(result)])
+    if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
+        raise TypeError(f"it returned {result!r:.200}, not a list with a number for each completion")
+    results = list(result)
+    if len(results) != len(request.completions):
+        raise ValueError(f"it returned {len(results)} values for {len(request.completions)} completions")
+    return RewardReply(request.number, [read_value(value) for value in results])
+
+
+def read_value(value: Any) -> RewardValue:
+    """A number; a dict with "score" and other numbers; None, which is no error; or the error."""
+    if isinstance(value, dict):
+        if "score" not in value:
+            return RewardValue(error=f"it returned a dict without 'score': {value!r:.200}")
+        score = read_value(value["score"])
+        extras = {str(key): _number(item) for key, item in value.items() if key != "score"}
+        numbers = {key: number for key, number in extras.items() if _is_usable(number)}
+        return msgspec.structs.replace(score, extras={} if score.error else numbers)
+    if value is None:
+        return RewardValue()
+    number = _number(value)
     if not math.isfinite(number):
-        return {"error": f"the reward returned {value!r:.200}, not a finite number"}
-    if abs(number) > MAX_ABS_REWARD:
-        return {"error": f"the reward returned {value!r:.200}, more than {MAX_ABS_REWARD:g} in size"}
-    return {"reward": number}
+        return RewardValue(error=f"it returned {value!r:.200}, not a finite number")
+    if not _is_usable(number):
+        return RewardValue(error=f"it returned {value!r:.200}, more than {MAX_ABS_REWARD:g} in size")
+    return RewardValue(number)
+
+
+def _number(value: Any) -> float:
+    """NaN for what is no number; a text is none, even one of digits."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _is_usable(number: float) -> bool:
+    return abs(number) <= MAX_ABS_REWARD  # false for NaN
 
 
 def _end_with_parent(parent_pid: int) -> None:
@@ -83,8 +149,8 @@ def _take_over_stdio() -> tuple[BinaryIO, BinaryIO]:
     return frames_in, frames_out
 
 
-def _send(frames_out: BinaryIO, message: dict[str, Any]) -> None:
-    frames_out.write(pack(message))
+def _send(frames_out: BinaryIO, message: msgspec.Struct) -> None:
+    frames_out.write(frame(message))
     frames_out.flush()
 
 

@@ -1,20 +1,25 @@
-"""The Reward seam: `f(completion, row) -> float`, by name. A new built-in is one line of BUILT_IN.
+"""Rewards by name: built-ins, functions of the user's own, and models. A new built-in is one line of BUILT_IN.
 
-`completion` is the text without special tokens, `row` the prompt's row of the data set as JSON values.
-The launcher resolves the name before anything starts; reward workers resolve it again, in their process.
+The launcher resolves every name before anything starts; reward workers resolve theirs again, in their process.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from asyncrl.envs.gsm8k import gold_number, gsm8k_flexible, gsm8k_strict
-from asyncrl.envs.user_code import did_you_mean, import_function
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.envs.gsm8k import gsm8k_flexible, gsm8k_strict
+from asyncrl.envs.gsm8k_verl import verl_gsm8k_flexible, verl_gsm8k_strict
+from asyncrl.envs.math_answer import INSTALL, load_math_verify, math_verify
+from asyncrl.envs.reward_messages import RewardRequest, RewardSpec
+from asyncrl.envs.reward_model import MODEL_PREFIX, model_reward
+from asyncrl.envs.reward_styles import FORMS, Reward, user_reward
+from asyncrl.envs.user_code import did_you_mean, import_function, names_user_code, split_spec
+from asyncrl.errors import ConfigError
 
-Reward = Callable[[str, dict[str, Any]], float]
+VERL_FUNCTION = "compute_score"
+"""What a file that is named without a function is asked for."""
 
 
 def exact_match(completion: str, answer: str) -> float:
@@ -22,62 +27,66 @@ def exact_match(completion: str, answer: str) -> float:
     return float(completion.strip() == answer.strip())
 
 
-BUILT_IN: dict[str, Callable[[str, str], float]] = {
+BUILT_IN: dict[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "gsm8k_strict": gsm8k_strict,
     "gsm8k_flexible": gsm8k_flexible,
+    "verl_gsm8k_strict": verl_gsm8k_strict,
+    "verl_gsm8k_flexible": verl_gsm8k_flexible,
+    "math_verify": math_verify,
 }
-"""name -> f(completion, answer), where answer is the row's `data.answer_key`."""
+"""name -> f(completion, answer, **kwargs)."""
+NUMERIC = ("gsm8k_strict", "gsm8k_flexible")
+"""Built-ins that no answer without a number can ever satisfy."""
 
 
-def resolve_reward(name: str, answer_key: str = "answer") -> Reward:
-    """The reward of that name: a built-in, or `module:attr`. Raises ConfigError with the reason."""
-    if (built_in := BUILT_IN.get(name)) is not None:
-
-        def reward(completion: str, row: dict[str, Any]) -> float:
-            return built_in(completion, str(row[answer_key]))
-
-        return reward
-    if ":" in name:
-        own: Reward = import_function(name, "reward")
-        _check_signature(own, name)
-        return own
+def resolve_reward(spec: RewardSpec) -> Reward:
+    """The reward of that name. Imports the user's code, and no torch. Raises ConfigError with the reason."""
+    name = spec.name
+    if name in BUILT_IN:
+        return _built_in(spec)
+    if name.startswith(MODEL_PREFIX):
+        return model_reward(name.removeprefix(MODEL_PREFIX), spec.kwargs)
+    if names_user_code(name):
+        return user_reward(import_function(name, "reward", VERL_FUNCTION), name, spec.style, spec.kwargs)
     raise ConfigError(
-        f"reward {name!r} is unknown{did_you_mean(name, BUILT_IN)}; "
-        f"use {', '.join(BUILT_IN)}, or module:attr of f(completion, row) -> float"
+        f"reward {name!r} is unknown{did_you_mean(name, BUILT_IN)}; use {', '.join(BUILT_IN)}, "
+        f"{MODEL_PREFIX}FOLDER, or module:attr or path/to/file.py:attr of {FORMS}"
     )
 
 
-def _check_signature(reward: Reward, name: str) -> None:
-    """Raises ConfigError for a function that cannot be called as f(completion, row)."""
+def _built_in(spec: RewardSpec) -> Reward:
+    function = BUILT_IN[spec.name]
     try:
-        inspect.signature(reward).bind("", {})
+        inspect.signature(function).bind("", "", **spec.kwargs)
     except TypeError as error:
-        raise ConfigError(
-            f"reward {name!r} cannot be called as f(completion, row): {error}; it scores one completion (a "
-            "string) with its row (a dict), and returns a number"
-        ) from error
-    except ValueError:  # a built-in function whose signature Python cannot tell
-        return
+        raise ConfigError(f"reward {spec.name!r}: kwargs {spec.kwargs}: {error}") from error
+    if function is math_verify and importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(f"reward {spec.name!r} needs the package math-verify; {INSTALL}")
+
+    def call(request: RewardRequest) -> float:
+        return function(request.completions[0], str(request.answer), **spec.kwargs)
+
+    load = load_math_verify if function is math_verify else (lambda: None)
+    return Reward(call, load=load, compares_with="number" if spec.name in NUMERIC else "text")
 
 
-def check_answers(name: str, rows: Sequence[dict[str, Any]], answer_key: str, source: str) -> None:
-    """Refuses rows that the built-in reward `name` could never score. Raises DataError.
+def reward_labels(names: list[str]) -> list[str]:
+    """What each reward is called in metrics: its last word, such as `brevity` for `rewards.py:brevity`.
 
-    Rewards of the user's own read whatever columns they like and are not checked.
+    Of several with the same one, the later ones are numbered: brevity, brevity_2.
     """
-    if name not in BUILT_IN:
-        return
-    for index, row in enumerate(rows):
-        where = f"{source}, row {index} (from 0), column {answer_key!r}"
-        if answer_key not in row:
-            columns = ", ".join(sorted(row))
-            raise DataError(
-                f"{where}: missing, and reward {name!r} compares with it; "
-                f"the row has {columns}; set data.answer_key"
-            )
-        answer = row[answer_key]
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise DataError(f"{where}: {answer!r} is neither a string nor a number")
-        if name.startswith("gsm8k") and gold_number(str(answer)) is None:
-            raise DataError(f"{where}: {str(answer)[-80:]!r} holds no number that {name!r} can compare with")
+    labels: list[str] = []
+    for name in names:
+        if name.startswith(MODEL_PREFIX):
+            word = name.rstrip("/").rpartition("/")[2].removeprefix(MODEL_PREFIX)
+        else:
+            path, attr = split_spec(name)
+            word = attr or path.rpartition("/")[2].removesuffix(".py")
+        number = 2
+        label = word
+        while label in labels:
+            label = f"{word}_{number}"
+            number += 1
+        labels.append(label)
+    return labels

@@ -1,127 +1,161 @@
-"""Reads and checks data set rows, before any model is loaded. Called by dataset.py.
+"""One row of a data set: its values as plain JSON, its columns by dotted path, its prompt and its answer.
 
-A row is a dict of JSON values. Every check names the file and line, or the generator and row.
+Torch-free. dataset.py shapes and checks every row with it before anything starts, and again whenever a row is
+read; rewards and trajectory files ask it for a row's answer.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator
-from itertools import islice
-from pathlib import Path
+from collections.abc import Mapping
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
-from asyncrl.config import DataConfig
-from asyncrl.envs.user_code import import_function
-from asyncrl.errors import DataError, one_line
+import numpy as np
 
-Located = tuple[str, object]
-"""Where a row was found, and the row."""
+from asyncrl.config import DataConfig
+from asyncrl.errors import DataError
 
 MAX_DEPTH = 32
 """Deepest nesting of lists and objects in one row."""
+GROUND_TRUTH = "reward_model.ground_truth"
+"""Where verl's data sets keep the answer."""
 
 
-def read_jsonl(path: Path) -> Iterator[Located]:
-    """Yields each line's JSON value; empty lines are no rows. Raises DataError."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check data.train") from error
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}, line {number}"
-        if not line.strip():
-            continue
+def lookup(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path; a column whose own name holds the dots comes first. Raises KeyError."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for key in path.split("."):
+        if not isinstance(value, Mapping):
+            raise KeyError(path)
+        value = value[key]
+    return value
+
+
+def answer_of(row: Mapping[str, Any], data: DataConfig) -> Any:
+    """What the row's completions are compared with: `data.answer_key`, else verl's ground truth, else None."""
+    for path in (data.answer_key, GROUND_TRUTH):
         try:
-            yield where, json.loads(line.decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where}: not UTF-8 ({error})") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
+            answer = lookup(row, path)
+        except KeyError:
+            continue
+        if answer is not None:
+            return answer
+    return None
 
 
-def generate_rows(spec: str, seed: int, max_rows: int) -> Iterator[Located]:
-    """Yields the first `max_rows` rows of the function `module:attr`. Raises ConfigError, DataError."""
-    return from_generator(import_function(spec, "data.train")(seed), spec, max_rows)
+def shape_row(raw: object, columns: Mapping[str, str], where: object) -> dict[str, Any]:
+    """The row as JSON values, with `columns` (name here -> dotted path in the source) filled in.
+
+    `where` is formatted only when the row is refused. Raises DataError naming row and column.
+    """
+    if not isinstance(raw, Mapping):
+        raise DataError(f"{where}: a {type(raw).__name__}, not an object with columns")
+    row: dict[str, Any] = {}
+    for column, value in raw.items():
+        try:
+            row[_json_value(column, 0)] = _json_value(value, 0)
+        except ValueError as error:
+            raise DataError(f"{where}, column {column!r}: {error}") from error
+    mapped = {}
+    for name, path in columns.items():
+        try:
+            mapped[name] = lookup(row, path)
+        except KeyError:
+            raise DataError(
+                f"{where}, column {path!r}: missing; the row has {', '.join(sorted(row))}; "
+                f"correct columns.{name} of the source"
+            ) from None
+    return row | mapped
 
 
-def from_generator(rows: Iterable[object], source: str, max_rows: int) -> Iterator[Located]:
-    """Yields the first `max_rows` of `rows`; what the generator raises becomes a DataError."""
-    index = 0
-    try:
-        for row in islice(rows, max_rows):
-            yield f"{source}, row {index} (from 0)", row
-            index += 1
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{source}: the generator failed at row {index} with {one_line(error)}") from error
-
-
-def check_rows(located: Iterable[Located], data: DataConfig) -> list[dict[str, Any]]:
-    """The rows, each a JSON object with a usable prompt. Raises DataError naming row and column."""
-    rows: list[dict[str, Any]] = []
-    for where, row in located:
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: a {type(row).__name__}, not an object with columns")
-        for column, value in row.items():
-            if problem := _json_problem(value) or _json_problem(column):
-                raise DataError(f"{where}, column {column!r}: {problem}")
-        _check_prompt(row, data.prompt_key, where)
-        rows.append(row)
-    return rows
-
-
-def _check_prompt(row: dict[str, Any], key: str, where: str) -> None:
-    where = f"{where}, column {key!r}"
+def check_prompt(row: Mapping[str, Any], key: str, where: object) -> None:
+    """Raises DataError unless column `key` is a prompt: a text, or a list of messages."""
     if key not in row:
-        raise DataError(f"{where}: missing; the row has {', '.join(sorted(row))}; set data.prompt_key")
-    prompt = row[key]
-    if isinstance(prompt, str):
-        if not prompt:
-            raise DataError(f"{where}: an empty prompt")
-        return
-    if not isinstance(prompt, list):
         raise DataError(
-            f"{where}: {'null' if prompt is None else type(prompt).__name__}; a prompt is a string or a "
-            "list of messages"
+            f"{where}, column {key!r}: missing; the row has {', '.join(sorted(row))}; set data.prompt_key"
         )
+    if problem := _prompt_problem(row[key]):
+        raise DataError(f"{where}, column {key!r}: {problem}")
+
+
+def _prompt_problem(prompt: object) -> str:
+    """Why it is no prompt; empty when it is one."""
+    if isinstance(prompt, str):
+        return "" if prompt else "an empty prompt"
+    if not isinstance(prompt, list):
+        kind = "null" if prompt is None else type(prompt).__name__
+        return f"{kind}; a prompt is a string or a list of messages"
     if not prompt:
-        raise DataError(f"{where}: an empty list of messages")
+        return "an empty list of messages"
     for number, message in enumerate(prompt):
         if not isinstance(message, dict) or not all(
             isinstance(message.get(name), str) for name in ("role", "content")
         ):
-            raise DataError(f"{where}: message {number} must be an object with the strings role and content")
+            return f"message {number} must be an object with the strings role and content"
+    return ""
 
 
-def _json_problem(value: object, depth: int = 0) -> str:
-    """Why `value` cannot travel as JSON and msgpack; empty when it can."""
+def _json_value(value: object, depth: int) -> Any:
+    """`value` as what JSON and msgpack can carry. Raises ValueError saying why it cannot.
+
+    Times become ISO 8601, decimals their digits, bytes their UTF-8 text, arrays lists: no value changes.
+    """
     if depth > MAX_DEPTH:
-        return f"nested deeper than {MAX_DEPTH}"
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
     match value:
         case None | bool():
-            return ""
+            return value
         case str():
-            return "" if value.isascii() or _is_unicode(value) else "a string with lone surrogates"
+            if not value.isascii():
+                _check_unicode(value)
+            return value if type(value) is str else str(value)
         case int():
-            return "" if -(2**63) <= value < 2**64 else "an integer of more than 64 bits"
+            if not -(2**63) <= value < 2**64:
+                raise ValueError("an integer of more than 64 bits")
+            return int(value)
         case float():
-            return "" if math.isfinite(value) else f"{value} is not a finite number"
-        case list():
-            return next((p for p in (_json_problem(item, depth + 1) for item in value) if p), "")
-        case dict():
+            if not math.isfinite(value):
+                raise ValueError(f"{value} is not a finite number")
+            return float(value)
+        case list() | tuple():
+            return [_json_value(item, depth + 1) for item in value]
+        case Mapping():
             if not all(isinstance(key, str) for key in value):
-                return "an object whose keys are not all strings"
-            items = [*value.keys(), *value.values()]
-            return next((p for p in (_json_problem(item, depth + 1) for item in items) if p), "")
-    return f"a {type(value).__name__} is not a JSON value"
+                raise ValueError("an object whose keys are not all strings")
+            return {_json_value(key, depth): _json_value(item, depth + 1) for key, item in value.items()}
+        case np.ndarray() | np.generic():
+            return _json_value(_from_numpy(value), depth + 1)  # a longdouble stays one
+        case date() | time():  # a datetime is a date
+            return value.isoformat()
+        case Decimal():
+            return str(value)
+        case bytes():
+            return _text(value)
+    raise ValueError(f"a {type(value).__name__} is not a JSON value")
 
 
-def _is_unicode(text: str) -> bool:
+def _from_numpy(value: Any) -> object:
+    """An array or scalar of numpy as Python objects."""
+    if value.dtype.kind == "M":  # tolist() makes nanoseconds a bare integer
+        return np.datetime_as_string(value).tolist()
+    if value.dtype.kind == "m":
+        raise ValueError(f"a {value.dtype} is not a JSON value")
+    return value.tolist()
+
+
+def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        raise ValueError("a string with lone surrogates") from None
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{len(raw)} bytes that are not UTF-8 text") from None

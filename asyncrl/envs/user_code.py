@@ -1,33 +1,39 @@
-"""Functions of the user's own, named in the config as `module:attr`; the current folder is importable."""
+"""Functions of the user's own, named in the config as `module:attr` or `path/to/file.py:attr`.
+
+Modules are found in the current folder and among the installed packages; a file may lie anywhere, and finds
+the modules beside it.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from asyncrl.errors import ConfigError, one_line
 
 
-def import_function(spec: str, key: str) -> Callable[..., Any]:
-    """The function that `spec`, a `module:attr`, names; `key` is the config key for the error.
+def import_function(spec: str, key: str, default_attr: str | None = None) -> Callable[..., Any]:
+    """The function that `spec` names; `key` is the config key for the error.
 
-    Raises ConfigError with the reason when it cannot be imported or called.
+    `default_attr` is the function of a file that is named without one. Raises ConfigError with the reason when
+    it cannot be imported or called.
     """
-    module_name, _, attr = spec.partition(":")
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f"{key} {spec!r}: importing {module_name!r} failed with {one_line(error)}; "
-            "modules are looked for in the current folder and among the installed packages"
-        ) from error
+    module_name, attr = split_spec(spec)
+    attr = attr or default_attr
+    if attr is None:
+        raise ConfigError(f"{key} {spec!r} names no function; write {module_name}:NAME")
+    if module_name.endswith(".py"):
+        module = _import_file(Path(module_name).expanduser(), f"{key} {spec!r}")
+    else:
+        module = _import_module(module_name, f"{key} {spec!r}")
     function = getattr(module, attr, None)
     if function is None:
         names = [name for name in vars(module) if not name.startswith("_")]
@@ -37,7 +43,61 @@ def import_function(spec: str, key: str) -> Callable[..., Any]:
     return function
 
 
+def split_spec(spec: str) -> tuple[str, str]:
+    """(module or file, attr) of `module:attr`, `file.py:attr`, or `file.py`, whose attr is empty."""
+    if spec.endswith(".py"):
+        return spec, ""
+    module_name, _, attr = spec.rpartition(":")
+    return module_name, attr
+
+
+def names_user_code(spec: str) -> bool:
+    """Whether `spec` has the form of a function of the user's own."""
+    return ":" in spec or spec.endswith(".py")
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest choice, else an empty string."""
     close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _import_module(name: str, what: str) -> ModuleType:
+    _make_importable(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{what}: importing {name!r} failed with {one_line(error)}; "
+            "modules are looked for in the current folder and among the installed packages"
+        ) from error
+
+
+def _import_file(path: Path, what: str) -> ModuleType:
+    """The file as a module, executed once a process.
+
+    Its name comes from its whole path: the same in every process, never `__main__`, and never that of another
+    module, whatever the file is called.
+    """
+    path = path.absolute()
+    if not path.is_file():
+        raise ConfigError(f"{what}: {path} is not a file")
+    name = f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    _make_importable(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"{what}: importing {path} failed with {one_line(error)}") from error
+    return module
+
+
+def _make_importable(folder: str) -> None:
+    if folder not in sys.path and not (folder == os.getcwd() and "" in sys.path):
+        sys.path.insert(0, folder)

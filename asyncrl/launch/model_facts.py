@@ -34,8 +34,8 @@ def check_length(model_path: Path, num_tokens: int) -> None:
     )
     if isinstance(longest, int) and num_tokens > longest:
         raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_completion_tokens = {num_tokens}, and {model_path} has "
-            f"{longest} positions (max_position_embeddings); lower one of them"
+            f"data.max_prompt_tokens + max_completion_tokens (of rollout or eval) = {num_tokens}, and "
+            f"{model_path} has {longest} positions (max_position_embeddings); lower one of them"
         )
 
 

@@ -11,17 +11,22 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.dtypes import compute_dtype, publish_dtype
-from asyncrl.envs.dataset import Dataset, load_rows, load_tokenizer, tokenize
-from asyncrl.envs.rewards import check_answers, resolve_reward
+from asyncrl.envs.dataset import Dataset, SourceRows, load_rows, load_tokenizer, tokenize
+from asyncrl.envs.reward_checks import check_rows, resolve_rewards
 from asyncrl.errors import ConfigError
 from asyncrl.launch.model_facts import check_length, read_tensor_shapes
 from asyncrl.launch.resources import ROLES, Placements, available_cores, place_processes, visible_gpus
 from asyncrl.rollout_server.vllm_process import engine_args
-from asyncrl.stream.sizes import max_group_bytes, max_shard_bytes
+from asyncrl.stream.sizes import (
+    max_eval_bytes,
+    max_eval_completion_tokens,
+    max_group_bytes,
+    max_shard_bytes,
+)
+from asyncrl.trackers.tracker import check_trackers
 from asyncrl.weight_sync.manifest import ITEMSIZES, lay_out
 from asyncrl.weight_sync.snapshot import bytes_free
 
@@ -39,7 +44,10 @@ class Examined:
     placements: Placements
     device: str
     """cpu | cuda"""
-    rows: list[dict[str, Any]]
+    rows: list[SourceRows]
+    """Of data.train, a source each."""
+    eval_rows: list[SourceRows]
+    """Of data.eval."""
 
 
 def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
@@ -53,14 +61,24 @@ def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
     check_engine(config, device)
     _check_messages(config)
     _check_folders(config)
-    resolve_reward(config.reward, config.data.answer_key)
-    rows = load_rows(config.data, config.seed)
-    check_answers(config.reward, rows, config.data.answer_key, config.data.train)
-    return Examined(config, placements, device, rows)
+    check_trackers(config.run.trackers)
+    rewards = resolve_rewards(config)
+    rows = load_rows(config.data.train, config.data, config.seed)
+    eval_rows = load_eval_rows(config)
+    check_rows(config, rewards, [*rows, *eval_rows])
+    return Examined(config, placements, device, rows, eval_rows)
 
 
-def check_model(examined: Examined, model_path: Path) -> Dataset:
-    """What the model's folder decides: lengths, snapshots, the data as tokens. Raises ConfigError, DataError."""
+def load_eval_rows(config: Config) -> list[SourceRows]:
+    """The rows of data.eval. A generator gets the next seed: not the rows that it gives for training."""
+    return load_rows(config.data.eval, config.data, config.seed + 1, "data.eval")
+
+
+def check_model(examined: Examined, model_path: Path) -> tuple[Dataset, Dataset]:
+    """What the model's folder decides: lengths, snapshots, the data as tokens. Raises ConfigError, DataError.
+
+    Returns the prompts of data.train and those of data.eval, which may be none.
+    """
     config = examined.config
     check_length(model_path, max_sequence_tokens(config))
     needed = snapshot_bytes(config, model_path, examined.device)
@@ -70,7 +88,11 @@ def check_model(examined: Examined, model_path: Path) -> Dataset:
             f"weight_sync.dir: {config.weight_sync.dir} has {free} bytes free and two snapshots need {needed}; "
             "name a folder with more room"
         )
-    return tokenize(examined.rows, config.data, load_tokenizer(model_path))
+    tokenizer = load_tokenizer(model_path)
+    return (
+        tokenize(examined.rows, config.data, tokenizer),
+        tokenize(examined.eval_rows, config.data, tokenizer),
+    )
 
 
 def check_engine(config: Config, device: str) -> None:
@@ -86,8 +108,9 @@ def check_engine(config: Config, device: str) -> None:
 
 
 def max_sequence_tokens(config: Config) -> int:
-    """The longest prompt and one longest completion. Tokens."""
-    return config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    """The longest prompt and one longest completion, of training or of an evaluation. Tokens."""
+    longest = max(config.rollout.max_completion_tokens, max_eval_completion_tokens(config))
+    return config.data.max_prompt_tokens + longest
 
 
 def max_group_tokens(config: Config) -> int:
@@ -109,6 +132,7 @@ def _check_messages(config: Config) -> None:
     for what, num_bytes in (
         ("a group of the longest completions", max_group_bytes(config)),
         ("one rank's share of a batch of them", max_shard_bytes(config)),
+        ("an evaluation's longest completions of one prompt", max_eval_bytes(config)),
     ):
         if num_bytes > limit:
             raise ConfigError(

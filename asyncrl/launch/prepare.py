@@ -16,6 +16,7 @@ from asyncrl.launch.model_facts import read_vocab_size
 from asyncrl.launch.preflight import check_config, check_model
 from asyncrl.launch.resources import ROLES, Placements
 from asyncrl.stream.codec import Limits
+from asyncrl.stream.sizes import max_eval_completion_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Prepared:
     config: Config
     model_path: Path
     dataset: Dataset
+    eval_dataset: Dataset
+    """Of data.eval; empty when there is none."""
     placements: Placements
     device: str
     """cpu | cuda"""
@@ -37,8 +40,8 @@ async def prepare(config: Config, start: Collection[str] = ROLES) -> Prepared:
     """
     examined = check_config(config, start)
     model_path = await fetch_model(config.model)
-    dataset = check_model(examined, model_path)
-    return Prepared(config, model_path, dataset, examined.placements, examined.device)
+    dataset, eval_dataset = check_model(examined, model_path)
+    return Prepared(config, model_path, dataset, eval_dataset, examined.placements, examined.device)
 
 
 async def fetch_model(name: str) -> Path:
@@ -67,4 +70,6 @@ def message_limits(config: Config, model_path: Path) -> Limits:
         group_size=config.rollout.group_size,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_completion_tokens=config.rollout.max_completion_tokens,
+        eval_num_samples=config.eval.num_samples,
+        eval_max_completion_tokens=max_eval_completion_tokens(config),
     )

@@ -28,8 +28,10 @@ from asyncrl.launch.console import show
 from asyncrl.launch.prepare import Prepared, message_limits, prepare
 from asyncrl.launch.processes import Processes
 from asyncrl.launch.resources import ROLES
+from asyncrl.model_card import write_model_card
 from asyncrl.run_directory import RunDirectory, default_run_name
 from asyncrl.stream.sockets import Listener
+from asyncrl.trackers.delivery import Trackers
 from asyncrl.weight_sync.snapshot import remove_all
 
 
@@ -82,6 +84,8 @@ async def run_training(
     finally:
         directory.close()
         remove_all(config.weight_sync.dir, launch.run_id)
+    if directory.model.is_dir():  # learner.export, and the learner shares this node's files
+        write_model_card(directory.path, directory.model)
     return directory.path
 
 
@@ -118,21 +122,39 @@ class Launch:
             heartbeat_s=self._config.timeouts.heartbeat_s,
         ) as listener:
             mailbox = Mailbox(listener, limits, max_message_bytes=stream.max_message_bytes)
-            coordinator = Coordinator(self._config, self._prepared.dataset, mailbox, self._directory)
+            coordinator = Coordinator(
+                self._config,
+                self._prepared.dataset,
+                mailbox,
+                self._directory,
+                eval_dataset=self._prepared.eval_dataset,
+            )
             self._announce(mailbox.address)
-            with tempfile.TemporaryDirectory(prefix="asyncrl-") as rendezvous:
-                try:
-                    await self._start_children(mailbox.address, f"file://{rendezvous}/torch")
-                    await self._watch(coordinator)
-                except asyncio.CancelledError:
-                    self._say(f"ending what was started (at most {self._config.timeouts.shutdown_s:g} s)")
-                    raise
-                finally:
-                    await asyncio.shield(self._processes.stop())
+            async with Trackers(
+                self._config,
+                self._directory.path,
+                note=coordinator.status.note,
+                counts=coordinator.status.counts,
+                say=self._say,
+            ) as trackers:
+                self._directory.observers.append(trackers)
+                await self._run_children(coordinator, mailbox.address)
+
+    async def _run_children(self, coordinator: Coordinator, address: str) -> None:
+        with tempfile.TemporaryDirectory(prefix="asyncrl-") as rendezvous:
+            try:
+                await self._start_children(address, f"file://{rendezvous}/torch")
+                await self._watch(coordinator)
+            except asyncio.CancelledError:
+                self._say(f"ending what was started (at most {self._config.timeouts.shutdown_s:g} s)")
+                raise
+            finally:
+                await asyncio.shield(self._processes.stop())
 
     def _introduce(self) -> None:
         dataset = self._prepared.dataset
-        dropped = f", {dataset.num_too_long} dropped as too long" if dataset.num_too_long else ""
+        dropped = f", {dataset.num_filtered} filtered" if dataset.num_filtered else ""
+        dropped += f", {dataset.num_too_long} dropped as too long" if dataset.num_too_long else ""
         self._say(f"run {self._directory.path}")
         self._say(f"{len(dataset)} prompts from {dataset.source}{dropped}; model {self._prepared.model_path}")
         if self._start:

@@ -11,7 +11,8 @@ from asyncrl.config import Config
 from asyncrl.dtypes import compute_dtype
 from asyncrl.envs.dataset import load_tokenizer
 from asyncrl.envs.env import SingleTurnEnv
-from asyncrl.envs.reward_pool import RewardPool
+from asyncrl.envs.weighted_rewards import WeightedRewards
+from asyncrl.launch.preflight import max_sequence_tokens
 from asyncrl.launch.prepare import message_limits
 from asyncrl.rollout_server.server import RolloutServer
 from asyncrl.rollout_server.vllm_engine import VllmEngine
@@ -45,14 +46,14 @@ async def _run(config: Config, model_path: str, address: str, name: str, device:
     )
     try:
         # Connected before the engine starts: a wrong address shows in seconds, not after a minute.
-        async with connecting as connection, reward_pool(config) as rewards:
+        async with connecting as connection, rewards_of(config) as rewards:
             await engine.start()
             server = RolloutServer(
                 config,
                 engine,
                 connection,
                 env=SingleTurnEnv(load_tokenizer(model_path)),
-                score=rewards.score,
+                rewards=rewards,
                 transport=ShmTransport(),
             )
             await server.run()
@@ -67,17 +68,12 @@ def make_engine(config: Config, model_path: str, device: str) -> VllmEngine:
         config.rollout,
         device=device,
         dtype=compute_dtype(config.learner, device),
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_completion_tokens,
+        max_model_len=max_sequence_tokens(config),
         start_timeout_s=config.timeouts.engine_start_s,
         update_timeout_s=config.timeouts.sync_s,
     )
 
 
-def reward_pool(config: Config) -> RewardPool:
-    """One reward process a core of this server."""
-    return RewardPool(
-        config.reward,
-        answer_key=config.data.answer_key,
-        num_workers=len(os.sched_getaffinity(0)),
-        timeout_s=config.timeouts.reward_s,
-    )
+def rewards_of(config: Config) -> WeightedRewards:
+    """The config's rewards, not started yet: one process a core of this server, for each."""
+    return WeightedRewards(config, num_workers=len(os.sched_getaffinity(0)))

@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from asyncrl.errors import LearnerError
-
-COMPANION_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
-"""Files beside the weights that belong to the model: tokenizer, chat template, generation config."""
+from asyncrl.models.companions import copy_companions
 
 
 def export_model(transformer: PreTrainedModel, model_path: Path, folder: Path, *, is_writer: bool) -> None:
@@ -45,8 +43,5 @@ def export_model(transformer: PreTrainedModel, model_path: Path, folder: Path, *
     save_torch_state_dict(state, partial, safe_serialization=True)
     config.dtype = dtype
     config.save_pretrained(partial)
-    for file in sorted(model_path.iterdir()):
-        is_companion = file.suffix in COMPANION_SUFFIXES and not file.name.endswith(".index.json")
-        if is_companion and not (partial / file.name).exists():
-            shutil.copyfile(file, partial / file.name)
+    copy_companions(model_path, partial)
     os.replace(partial, folder)

@@ -1,8 +1,8 @@
 """A learner rank: receives its shard of every batch, trains it, and (rank 0 speaking) publishes the version.
 
     consumes              does                                                        produces
-    Batch                 update: forward, backward, step, all-reduced metrics        StepReport
-    (an optimizer step)   check, announce, write the snapshot                         VersionAnnounced, -Published
+    Batch                 update: forward, backward, steps, all-reduced metrics       StepReport
+    (a trained batch)     check, announce, write the snapshot                         VersionAnnounced, -Published
     VersionRecorded       lets the snapshot be written                                -
     Stop                  leaves                                                      Bye
 
@@ -36,7 +36,7 @@ from asyncrl.stream.messages import (
     VersionPublished,
     VersionRecorded,
 )
-from asyncrl.types import Shard, Span, TrajectoryGroup
+from asyncrl.types import Shard, Span
 
 
 def max_memory_gb() -> float:
@@ -68,14 +68,29 @@ class LearnerLoop:
         """Messages that came while another kind was awaited: the next batch arrives before it is needed."""
 
     def run(self) -> None:
-        """Trains `learner.max_versions` batches, publishing every version but the last, which is exported."""
+        """Trains `learner.max_versions` batches, publishing every version; the last only where it is evaluated."""
         self._publish(0)
         num_versions = self._config.learner.max_versions
         for index in range(num_versions):
-            self._train(index, publish=index + 1 < num_versions)
+            self._train(index, publish=index + 1 < num_versions or self._config.eval.every > 0)
 
     def say_goodbye(self) -> None:
+        """The last snapshot may be unlinked then: where it is evaluated, only after the coordinator's Stop."""
+        if self._config.eval.every:
+            self._wait_for_stop()
         self._connection.send(Bye())
+
+    def _wait_for_stop(self) -> None:
+        limit_s = 3 * self._config.timeouts.eval_s
+        try:
+            while not isinstance(body := self._connection.recv(limit_s).body, Stop):
+                pass  # nothing else is of use after the last version
+        except TimeoutError:  # the coordinator itself cuts an evaluation after twice that
+            raise PeerLost(
+                f"the coordinator did not end the run for {limit_s:g} s (3 x timeouts.eval_s) after the last version"
+            ) from None
+        if body.error:
+            raise PeerLost(f"the coordinator ended the run: {body.error}")
 
     def _train(self, index: int, *, publish: bool) -> None:
         start_s = time.monotonic()
@@ -90,7 +105,7 @@ class LearnerLoop:
             version = {"version": index}
             timing = {
                 "timing_s/wait": received_s - start_s,
-                "timing_s/update_actor": updated_s - received_s,
+                "timing_s/update_actor": updated_s - received_s - metrics.get("timing_s/old_log_prob", 0.0),
                 "timing_s/update_weights": published_s - updated_s,
                 "perf/max_memory_allocated_gb": max_memory_gb(),
             }
@@ -101,10 +116,7 @@ class LearnerLoop:
         received, batch = self._wait_for(Batch)
         if batch.plan.index != index:
             raise PeerLost(f"the coordinator sent batch {batch.plan.index} where batch {index} was due")
-        groups = iter(received.groups)
-        sizes = [len(microbatch) for microbatch in batch.plan.microbatches[batch.rank]]
-        microbatches: list[list[TrajectoryGroup]] = [[next(groups) for _ in range(size)] for size in sizes]
-        return Shard(batch.plan, batch.rank, microbatches)
+        return Shard(batch.plan, batch.rank, received.groups)
 
     def _publish(self, version: int) -> None:
         self._learner.check_finite()
@@ -123,13 +135,14 @@ class LearnerLoop:
             if isinstance(received.body, kind):
                 self._waiting.remove(received)
                 return received, received.body
+        timeouts = self._config.timeouts
+        limit_s = 2 * (timeouts.idle_s + (timeouts.eval_s if self._config.eval.every else 0.0))
         while True:
             try:
-                received = self._connection.recv(2 * self._config.timeouts.idle_s)
-            except TimeoutError:  # the coordinator itself ends a run after idle_s
+                received = self._connection.recv(limit_s)
+            except TimeoutError:  # the coordinator itself ends a run in which nothing moves for so long
                 raise PeerLost(
-                    f"the coordinator sent no {kind.__name__} for {2 * self._config.timeouts.idle_s:g} s "
-                    "(twice timeouts.idle_s)"
+                    f"the coordinator sent no {kind.__name__} for {limit_s:g} s (twice timeouts.idle_s + eval_s)"
                 ) from None
             body: AnyMessage = received.body
             if isinstance(body, kind):

@@ -1,6 +1,6 @@
 """The optimizer step of a rank: learning rate, clipping by the global norm, AdamW or plain SGD.
 
-PolicyLearner calls it once a version. Everything works on this rank's shards; only the norm needs the others.
+PolicyLearner calls it once a mini-batch. Everything works on this rank's shards; only the norm needs the others.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class PolicyOptimizer:
                 fused=True,
             )
 
-    def step(self, version: int) -> tuple[float, float]:
-        """Clips and applies the gradients of batch `version`, then clears them. Collective.
+    def step(self, version: int, number: int) -> tuple[float, float]:
+        """Clips and applies the gradients of step `number` (from 1) of batch `version`, then clears them. Collective.
 
         Returns (global gradient norm before clipping, learning rate). Raises LearnerError on every rank when
-        the norm is not finite: then no weight has changed, and the gradients are cleared.
+        the norm is not finite: then this step has changed no weight, and the gradients are cleared.
         """
         try:
-            norm = self._clip(version)
+            norm = self._clip(version, number)
             lr = learning_rate(self._config, version)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
@@ -53,7 +53,7 @@ class PolicyOptimizer:
             self._optimizer.zero_grad(set_to_none=True)
         return norm, lr
 
-    def _clip(self, version: int) -> float:
+    def _clip(self, version: int, number: int) -> float:
         """Scales the gradients to a global norm of at most max_grad_norm; returns the norm before."""
         gradients = {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
         norms = shard_norms(list(gradients.values()))
@@ -64,8 +64,8 @@ class PolicyOptimizer:
             index = first_non_finite(norms, self._group)
             name = "the sum over all" if index is None else list(gradients)[index]
             raise LearnerError(
-                f"the gradient norm of version {version} is {norm} (first in {name}), so no step was taken; "
-                "look at this batch's rewards and log-probs, or lower learner.lr"
+                f"the gradient norm of version {version} is {norm} in step {number} (first in {name}), so this step "
+                "was not taken; look at this batch's rewards and log-probs, or lower learner.lr"
             )
         if (scale := self._config.max_grad_norm / (norm + 1e-6)) < 1.0:
             for gradient in gradients.values():

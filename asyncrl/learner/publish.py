@@ -1,6 +1,6 @@
 """One version's way out of the learner: check, announce, write the snapshot, hash it, publish its manifest.
 
-Called by the learner loop on every rank, on the main thread, between an optimizer step and the next forward.
+Called by the learner loop on every rank, on the main thread, between one batch and the next.
 """
 
 from __future__ import annotations

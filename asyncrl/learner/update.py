@@ -1,4 +1,4 @@
-"""One policy version: the forward and backward passes of a batch, and its optimizer step.
+"""One policy version: the forward and backward passes of a batch, and its optimizer steps.
 
 Every rank of the learner loop holds one PolicyLearner and calls its methods in the same order, from the main
 thread: most of them issue collectives.
@@ -6,8 +6,12 @@ thread: most of them issue collectives.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -46,22 +50,29 @@ class PolicyLearner:
         self._optimizer = PolicyOptimizer(dict(self._policy.named_parameters()), config.learner, self._group)
 
     def update(self, shard: Shard) -> dict[str, float]:
-        """Trains batch `shard.plan.index`: one optimizer step over all its microbatches on all ranks.
+        """Trains batch `shard.plan.index`: in every epoch one optimizer step a mini-batch, over all ranks.
 
-        Returns metrics that are already reduced over ranks. Raises LearnerError, without a step, on every rank
-        when the ranks hold different plans or the gradient is not finite, and on this rank alone when the
-        shard is not this rank's share of its plan.
+        Advantages and proximal log-probs are those of the batch's start, in every step. Returns metrics that
+        are already reduced over ranks: means over the tokens of all steps, the gradient norm over the steps.
+        Raises LearnerError, without a step, on every rank when the ranks hold different plans, and on this rank
+        alone when the shard is not this rank's share of its plan; on every rank, after the steps before it,
+        when the gradient of a step is not finite.
         """
         plan = shard.plan
         self._check_shard(shard)
         self.agree_on(plan)
-        advantages = self._advantages(plan)
-        totals = _Totals()
-        for positions, groups in zip(plan.microbatches[shard.rank], shard.microbatches, strict=True):
-            totals.add(self._backward(groups, [advantages[i] for i in positions], plan.total_trained_tokens))
-        metrics = totals.reduce(self._group, self._device, plan.total_trained_tokens)
-        metrics["actor/grad_norm"], metrics["actor/lr"] = self._optimizer.step(plan.index)
-        return metrics
+        minibatches = self._minibatches(shard)
+        metrics = self._record_proximal_logprobs(minibatches[1:])
+        totals, grad_norms = _Totals(), []
+        for _ in range(plan.num_epochs):
+            for number, microbatches in enumerate(minibatches):
+                num_trained_tokens = plan.num_trained_tokens_of(number)
+                for microbatch in microbatches:
+                    totals.add(self._backward(microbatch, num_trained_tokens))
+                grad_norm, metrics["actor/lr"] = self._optimizer.step(plan.index, len(grad_norms) + 1)
+                grad_norms.append(grad_norm)
+        metrics["actor/grad_norm"] = fmean(grad_norms)
+        return metrics | totals.reduce(self._group, self._device, plan.num_epochs * plan.total_trained_tokens)
 
     def agree_on(self, plan: Plan) -> None:
         """Raises LearnerError on every rank when the ranks hold different plans. `update` calls it first: ranks
@@ -97,15 +108,30 @@ class PolicyLearner:
 
     def _check_shard(self, shard: Shard) -> None:
         plan, rank = shard.plan, self._mesh.get_local_rank()
-        expected = [[plan.ordinals[i] for i in positions] for positions in plan.microbatches[rank]]
-        ordinals = [[group.ordinal for group in groups] for groups in shard.microbatches]
+        expected = [plan.ordinals[position] for position in plan.positions_of(rank)]
+        ordinals = [group.ordinal for group in shard.groups]
         if shard.rank != rank or ordinals != expected:
             raise LearnerError(
                 f"rank {rank} got a shard of rank {shard.rank} with groups {ordinals}, but the plan of batch "
                 f"{plan.index} gives it {expected}; this is a fault of the coordinator: restart the run"
             )
-        if plan.total_trained_tokens == 0:
-            raise LearnerError(f"batch {plan.index} has no trained token; a batch needs at least one")
+        for number in range(len(plan.minibatches)):
+            if plan.num_trained_tokens_of(number) == 0:
+                raise LearnerError(
+                    f"mini-batch {number} of batch {plan.index} has no trained token; a step needs at least one"
+                )
+
+    def _minibatches(self, shard: Shard) -> list[list[_Microbatch]]:
+        """[mini-batch][microbatch] of this rank."""
+        plan, advantages = shard.plan, self._advantages(shard.plan)
+        groups = dict(zip(plan.positions_of(shard.rank), shard.groups, strict=True))
+        return [
+            [
+                _Microbatch([groups[p] for p in positions], [advantages[p] for p in positions])
+                for positions in minibatch[shard.rank]
+            ]
+            for minibatch in plan.minibatches
+        ]
 
     def _advantages(self, plan: Plan) -> list[list[float]]:
         """[group][trajectory], from the rewards of the whole batch."""
@@ -115,29 +141,58 @@ class PolicyLearner:
         advantages = self._recipe.advantages(torch.tensor(flat, dtype=torch.float64), group_index)
         return [group.tolist() for group in advantages.split(sizes)]
 
-    def _backward(
-        self, groups: list[TrajectoryGroup], advantages: list[list[float]], total_trained_tokens: int
-    ) -> LossSums:
-        """Adds one microbatch's share of the gradient of the token mean over the whole batch."""
-        batch = pack(groups, advantages, self._device)
+    def _record_proximal_logprobs(self, minibatches: list[list[_Microbatch]]) -> dict[str, float]:
+        """A forward pass over the mini-batches after the first, before any step. Returns its time, if there is any.
+
+        Without gradients, so ranks only gather weights, equally often. The first mini-batch needs no pass of its
+        own: it is scored as it trains, before the first step (see `_backward`).
+        """
+        if not minibatches:
+            return {}
+        start_s = time.monotonic()
+        with torch.no_grad():
+            for microbatch in chain.from_iterable(minibatches):
+                batch = pack(microbatch.groups, microbatch.advantages, self._device)
+                microbatch.proximal_logprobs, _ = self._policy(batch)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return {"timing_s/old_log_prob": time.monotonic() - start_s}
+
+    def _backward(self, microbatch: _Microbatch, num_trained_tokens: int) -> LossSums:
+        """Adds one microbatch's share of the gradient of the token mean over its mini-batch."""
+        batch = pack(microbatch.groups, microbatch.advantages, self._device)
         logprobs, entropy = self._policy(batch)
+        proximal_logprobs = microbatch.proximal_logprobs
+        if proximal_logprobs is None:
+            proximal_logprobs = microbatch.proximal_logprobs = logprobs.detach()
         sums = self._recipe.loss(
             TokenBatch(
                 learner_logprobs=logprobs,
-                # One step a batch: the learner itself is the policy before the batch's first step.
-                proximal_logprobs=logprobs.detach(),
+                proximal_logprobs=proximal_logprobs,
                 rollout_logprobs=batch.rollout_logprobs,
                 advantages=batch.advantages,
                 entropy=entropy,
             )
         )
         # FSDP averages gradients over the ranks; the token mean needs their sum.
-        (sums.loss * (self._mesh.size() / total_trained_tokens)).backward()
+        (sums.loss * (self._mesh.size() / num_trained_tokens)).backward()
         return sums
 
 
+@dataclass(slots=True)
+class _Microbatch:
+    """One forward-backward of this rank, the same in every epoch."""
+
+    groups: list[TrajectoryGroup]
+    advantages: list[list[float]]
+    """[group][trajectory]"""
+    proximal_logprobs: Tensor | None = None
+    """[N] of its trained tokens, before the batch's first step. None until they are known: a microbatch of the
+    first mini-batch, before it trains."""
+
+
 class _Totals:
-    """Metric sums and maxima of this rank's microbatches."""
+    """Metric sums and maxima of this rank's microbatches, over all steps."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -150,14 +205,14 @@ class _Totals:
             self._maxima[name] = value.maximum(self._maxima.get(name, value))
 
     def reduce(
-        self, group: dist.ProcessGroup, device: torch.device, total_trained_tokens: int
+        self, group: dist.ProcessGroup, device: torch.device, num_trained_tokens: int
     ) -> dict[str, float]:
-        """Sums over ranks per trained token, and maxima over ranks. Collective."""
+        """Sums over ranks, for each token that trained in each epoch, and maxima over ranks. Collective."""
         sums = torch.stack(list(self._sums.values()))
         maxima = torch.stack(list(self._maxima.values()))
         dist.all_reduce(sums, group=group)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-        means = (sums / total_trained_tokens).tolist()
+        means = (sums / num_trained_tokens).tolist()
         return dict(zip(self._sums, means, strict=True)) | dict(
             zip(self._maxima, maxima.tolist(), strict=True)
         )

@@ -6,44 +6,52 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from asyncrl.envs.env import Env, RewardOutcome, Score
+from asyncrl.envs.env import Env, Rewards
+from asyncrl.envs.group_scoring import GroupScoring
 from asyncrl.rollout_server.engine import Completion, Engine, GenerationRequest
 from asyncrl.stream.messages import Lease
 from asyncrl.types import Int32, Prompt, SamplingSpec, Span, Trajectory, TrajectoryGroup
 
 
 async def run_group(
-    lease: Lease, prompt_ids: Int32, *, env: Env, engine: Engine, score: Score, sampling: SamplingSpec
+    lease: Lease,
+    prompt_ids: Int32,
+    *,
+    env: Env,
+    engine: Engine,
+    rewards: Rewards,
+    sampling: SamplingSpec,
+    name: str = "",
 ) -> TrajectoryGroup:
     """Runs the lease's rollouts. A failed reward is a status of its trajectory; EngineError is raised.
 
+    `name`: what the request ids begin with, unique among the groups that run; empty is by ordinal and redraw.
     The group's spans: `generate` from its first request to its last token (waiting for a slot in the engine
-    included), `reward` from its first reward to its last.
+    included), `reward` from its first reward to its last. Answers are scored as they are finished, except by
+    rewards that need the whole group.
     """
     prompt = Prompt(lease.ordinal, prompt_ids, lease.row)
     clock = _Clock()
+    name = name or f"{lease.ordinal}.{lease.redraw}"
+    scoring = GroupScoring(rewards, lease.row, len(lease.seeds), timed=lambda: clock.running("reward"))
 
     async def rollout(sample: int) -> Trajectory:
         async def generate(context: Int32) -> Completion:
-            request_id = f"{lease.ordinal}.{lease.redraw}.{sample}"
+            request_id = f"{name}.{sample}"
             with clock.running("generate"):
                 return await engine.generate(
                     GenerationRequest(request_id, context, lease.seeds[sample], sampling)
                 )
 
-        async def scored(completion: str, row: dict[str, Any]) -> RewardOutcome:
-            with clock.running("reward"):
-                return await score(completion, row)
-
-        return await env.rollout(prompt, generate, scored)
+        with scoring.rollout() as score:
+            return await env.rollout(prompt, generate, score)
 
     async with asyncio.TaskGroup() as tasks:
         rollouts = [tasks.create_task(rollout(sample)) for sample in range(len(lease.seeds))]
     trajectories = [task.result() for task in rollouts]
     fields = {"ordinal": lease.ordinal, "tokens": sum(len(t) for t in trajectories)}
-    spans = [Span(name, start_s, end_s, fields) for name, (start_s, end_s) in clock.intervals.items()]
+    spans = [Span(work, start_s, end_s, fields) for work, (start_s, end_s) in clock.intervals.items()]
     return TrajectoryGroup(lease.ordinal, lease.redraw, prompt_ids, trajectories, spans)
 
 

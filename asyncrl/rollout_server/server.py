@@ -2,6 +2,7 @@
 
     consumes                  does                                                 produces
     Lease                     a task a group: generate, score                      GroupFinished
+    EvalLease                 the same, sampled as the lease says                  EvalFinished
     WeightsOffer              stages the newest, pauses, applies, resumes          VersionCommitted
     Acknowledged              forgets the group                                    -
     Stop                      leaves (an error in it becomes this process's)       Bye
@@ -18,7 +19,7 @@ import traceback
 from contextlib import suppress
 
 from asyncrl.config import Config, shared_digest
-from asyncrl.envs.env import Env, Score
+from asyncrl.envs.env import Env, Rewards
 from asyncrl.errors import EngineUnfit, PeerLost, SnapshotGone, WeightSyncError, first_cause, one_line
 from asyncrl.rollout_server.engine import Engine
 from asyncrl.rollout_server.group_runner import run_group
@@ -27,6 +28,8 @@ from asyncrl.stream.connections import Connection
 from asyncrl.stream.messages import (
     Acknowledged,
     Bye,
+    EvalFinished,
+    EvalLease,
     Failed,
     GroupFinished,
     Heartbeat,
@@ -65,18 +68,19 @@ class RolloutServer:
         connection: Connection,
         *,
         env: Env,
-        score: Score,
+        rewards: Rewards,
         transport: Transport,
     ) -> None:
         self._config = config
         self._engine = engine
         self._connection = connection
         self._env = env
-        self._score = score
+        self._rewards = rewards
         self._transport = transport
         self._sampling = sampling_spec(config)
         self._outbox = Outbox(config.stream.max_message_bytes)
         self._leases: set[int] = set()
+        self._eval_leases: set[tuple[int, int]] = set()
         self._offer: WeightsOffer | None = None
         self._offered = asyncio.Event()
         self._applying = False
@@ -134,6 +138,9 @@ class RolloutServer:
                 case Lease():
                     self._leases.add(received.body.ordinal)
                     tasks.create_task(self._run_lease(received))
+                case EvalLease() as lease:
+                    self._eval_leases.add((lease.version, lease.row_index))
+                    tasks.create_task(self._run_eval_lease(received, lease))
                 case Acknowledged(groups):
                     self._outbox.acknowledge(groups)
                 case WeightsOffer() as offer:
@@ -157,12 +164,26 @@ class RolloutServer:
             received.prompt_ids,
             env=self._env,
             engine=self._engine,
-            score=self._score,
+            rewards=self._rewards,
             sampling=self._sampling,
         )
         self._outbox.add(group)
         await self._connection.send(GroupFinished(group_fields(group)), groups=[group])
         self._leases.discard(lease.ordinal)
+
+    async def _run_eval_lease(self, received: Received, lease: EvalLease) -> None:
+        assert received.prompt_ids is not None
+        group = await run_group(
+            Lease(lease.row_index, 0, lease.seeds, lease.row),
+            received.prompt_ids,
+            env=self._env,
+            engine=self._engine,
+            rewards=self._rewards,
+            sampling=lease.sampling,
+            name=f"eval.{lease.version}.{lease.row_index}",
+        )
+        await self._connection.send(EvalFinished(lease.version, group_fields(group)), groups=[group])
+        self._eval_leases.discard((lease.version, lease.row_index))
 
     async def _apply_versions(self) -> None:
         """Applies the newest offered version; those that were replaced meanwhile are skipped.
@@ -246,13 +267,17 @@ class RolloutServer:
     async def _send_heartbeats(self) -> None:
         while True:
             statistics = self._engine.statistics()
-            await self._connection.send(Heartbeat(sorted(self._leases), statistics.num_steps, self._state()))
+            await self._connection.send(
+                Heartbeat(
+                    sorted(self._leases), statistics.num_steps, self._state(), sorted(self._eval_leases)
+                )
+            )
             await asyncio.sleep(self._config.timeouts.heartbeat_s / 3)
 
     def _state(self) -> str:
         if self._applying:
             return "applying"
-        if not self._leases:
+        if not self._leases and not self._eval_leases:
             return "idle"
         statistics = self._engine.statistics()
         return "generating" if statistics.num_running or statistics.num_waiting else "rewarding"

@@ -21,6 +21,8 @@ from asyncrl.errors import WireError
 from asyncrl.stream.messages import (
     AnyMessage,
     Batch,
+    EvalFinished,
+    EvalLease,
     GroupFields,
     GroupFinished,
     Header,
@@ -67,9 +69,9 @@ class Received:
 
     header: Header
     groups: list[TrajectoryGroup] = field(default_factory=list)
-    """GroupFinished: one. Batch: those of body.groups, in that order. Arrays are read-only views."""
+    """GroupFinished, EvalFinished: one. Batch: those of body.groups, in that order. Arrays are read-only views."""
     prompt_ids: Int32 | None = None
-    """Lease: [P]. None otherwise."""
+    """Lease, EvalLease: [P]. None otherwise."""
 
     @property
     def body(self) -> AnyMessage:
@@ -86,6 +88,7 @@ def group_fields(group: TrajectoryGroup) -> GroupFields:
             t.finish_reason,
             t.text,
             t.detail,
+            t.reward_components,
         )
         for t in group.trajectories
     ]
@@ -101,7 +104,7 @@ def encode(
     """
     refuse = refuser(header.sender)
     carried = len(groups), prompt_ids is not None
-    if carried != (expected := (len(_groups_of(header.body)), isinstance(header.body, Lease))):
+    if carried != (expected := (len(_groups_of(header.body)), isinstance(header.body, Lease | EvalLease))):
         rule = f"a {type(header.body).__name__} like this one carries {expected}"
         raise refuse("(groups, has prompt_ids)", carried, rule)
     arrays: list[tuple[str, np.ndarray]] = [] if prompt_ids is None else [("prompt_ids", prompt_ids)]
@@ -143,10 +146,10 @@ def decode(
         on_header(header)
     body = header.body
     fields = _groups_of(body)
-    dtypes = ["int32"] if isinstance(body, Lease) else _GROUP_DTYPES * len(fields)
+    dtypes = ["int32"] if isinstance(body, Lease | EvalLease) else _GROUP_DTYPES * len(fields)
     arrays = _view_arrays(header, frames[1:], dtypes, refuse)
     check_body(header, limits, refuse)
-    if isinstance(body, Lease):
+    if isinstance(body, Lease | EvalLease):
         check_ids(arrays[0], "prompt_ids", limits, refuse)
         return Received(header, prompt_ids=arrays[0])
     newest_version = body.plan.index if isinstance(body, Batch) else limits.newest_version
@@ -237,13 +240,14 @@ def _group(fields: GroupFields, prompt_ids: Int32, tokens: Sequence[np.ndarray])
                 t.finish_reason,
                 t.text,
                 t.detail,
+                t.reward_components,
             )
         )
     return TrajectoryGroup(fields.ordinal, fields.redraw, prompt_ids, trajectories, fields.spans)
 
 
 def _groups_of(body: AnyMessage) -> Sequence[GroupFields]:
-    if isinstance(body, GroupFinished):
+    if isinstance(body, GroupFinished | EvalFinished):
         return (body.group,)
     return body.groups if isinstance(body, Batch) else ()
 

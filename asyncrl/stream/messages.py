@@ -1,12 +1,12 @@
 """Every message of the stream, as typed structs: the header of a frame. docs/wire.md shows the bytes.
 
-    rollout server -> coordinator    ServerHello, Heartbeat, GroupFinished, VersionCommitted, VersionRefused,
-                                     Failed, Bye
-    coordinator -> rollout server    ServerWelcome, Lease, Acknowledged, WeightsOffer, Stop
+    rollout server -> coordinator    ServerHello, Heartbeat, GroupFinished, EvalFinished, VersionCommitted,
+                                     VersionRefused, Failed, Bye
+    coordinator -> rollout server    ServerWelcome, Lease, EvalLease, Acknowledged, WeightsOffer, Stop
     learner rank -> coordinator      RankHello, VersionAnnounced, VersionPublished, StepReport, Failed, Bye
     coordinator -> learner rank      RankWelcome, Batch, VersionRecorded, Stop
 
-Lease, GroupFinished and Batch carry arrays in the frames behind the header (codec.py).
+Lease, EvalLease, GroupFinished, EvalFinished and Batch carry arrays in the frames behind the header (codec.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.types import Plan, Span, Status
+from asyncrl.types import Plan, SamplingSpec, Span, Status
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -45,6 +45,8 @@ class Heartbeat(Message, frozen=True, tag=True):
     """The engine's step counter: it advances while tokens are sampled."""
     state: str = "generating"
     """generating | paused | applying | rewarding | idle"""
+    eval_leases: list[tuple[int, int]] = []
+    """(version, row_index) of the evaluation prompts that this server works on."""
 
 
 class Lease(Message, frozen=True, tag=True):
@@ -54,6 +56,20 @@ class Lease(Message, frozen=True, tag=True):
     redraw: int
     seeds: list[int]
     """[G] one 63-bit seed a request."""
+    row: dict[str, Any]
+    """The data set row, for the reward."""
+
+
+class EvalLease(Message, frozen=True, tag=True):
+    """One prompt of the evaluation of `version`, for a server that serves this version and is offered no newer one
+    until it has answered. Arrays: prompt_ids [P] int32."""
+
+    version: int
+    row_index: int
+    """Position in the evaluation's data set."""
+    seeds: list[int]
+    """[N] one 63-bit seed a request."""
+    sampling: SamplingSpec
     row: dict[str, Any]
     """The data set row, for the reward."""
 
@@ -68,6 +84,8 @@ class TrajectoryFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
     detail: str = ""
     """Why there is no reward."""
+    reward_components: dict[str, float] = {}
+    """What each reward gave, by its label."""
 
 
 class GroupFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +106,15 @@ class GroupFinished(Message, frozen=True, tag=True):
     """A finished group. Kept by the sender until an Acknowledged names it."""
 
     group: GroupFields
+
+
+class EvalFinished(Message, frozen=True, tag=True):
+    """The answer to an EvalLease. Its sender keeps nothing: a server that is lost is asked no more."""
+
+    version: int
+    """The one that was asked for; the tokens' own versions say what sampled them."""
+    group: GroupFields
+    """Its ordinal is the lease's row_index, its redraw 0."""
 
 
 class Acknowledged(Message, frozen=True, tag=True):
@@ -160,11 +187,11 @@ class Batch(Message, frozen=True, tag=True):
     plan: Plan
     rank: int
     groups: list[GroupFields]
-    """In the order of `plan.microbatches[rank]`, flattened."""
+    """In the order of `plan.positions_of(rank)`."""
 
 
 class StepReport(Message, frozen=True, tag=True):
-    """Rank 0, after the optimizer step of batch `index`: metrics already reduced over ranks."""
+    """Rank 0, after the optimizer steps of batch `index`: metrics already reduced over ranks."""
 
     index: int
     metrics: dict[str, float]
@@ -195,6 +222,8 @@ AnyMessage = (
     | Heartbeat
     | Lease
     | GroupFinished
+    | EvalLease
+    | EvalFinished
     | Acknowledged
     | WeightsOffer
     | VersionCommitted

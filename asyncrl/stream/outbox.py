@@ -61,7 +61,7 @@ class Outbox:
 
 
 def group_bytes(group: TrajectoryGroup) -> int:
-    """Bytes of a group's arrays, texts and details."""
+    """Bytes of a group's arrays, texts, details and reward components."""
     return group.prompt_ids.nbytes + sum(
         t.token_ids.nbytes
         + t.loss_mask.nbytes
@@ -69,5 +69,6 @@ def group_bytes(group: TrajectoryGroup) -> int:
         + t.policy_versions.nbytes
         + len(t.text.encode())
         + len(t.detail.encode())
+        + sum(len(label.encode()) + 9 for label in t.reward_components)
         for t in group.trajectories
     )

@@ -18,6 +18,19 @@ def max_group_bytes(config: Config) -> int:
     )
 
 
+def max_eval_completion_tokens(config: Config) -> int:
+    """The longest completion of an evaluation. Tokens."""
+    return config.eval.max_completion_tokens or config.rollout.max_completion_tokens
+
+
+def max_eval_bytes(config: Config) -> int:
+    """The arrays of one prompt's completions in an evaluation, without their text. Bytes."""
+    return (
+        BYTES_A_PROMPT_TOKEN * config.data.max_prompt_tokens
+        + BYTES_A_TOKEN * config.eval.num_samples * max_eval_completion_tokens(config)
+    )
+
+
 def max_shard_bytes(config: Config) -> int:
     """A rank's even share of a batch of such groups: one message. Bytes."""
     return -(-config.learner.prompts_per_batch // config.learner.num_ranks) * max_group_bytes(config)

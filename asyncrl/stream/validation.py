@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from asyncrl.errors import WireError
 from asyncrl.stream.messages import (
     Batch,
     Bye,
+    EvalFinished,
+    EvalLease,
     Failed,
     GroupFields,
     GroupFinished,
@@ -32,7 +34,16 @@ from asyncrl.stream.messages import (
     VersionPublished,
     VersionRefused,
 )
-from asyncrl.types import MAX_ABS_REWARD, MAX_DETAIL_CHARACTERS, Float32, Int32, Status, UInt8
+from asyncrl.types import (
+    MAX_ABS_REWARD,
+    MAX_DETAIL_CHARACTERS,
+    Float32,
+    Int32,
+    Plan,
+    SamplingSpec,
+    Status,
+    UInt8,
+)
 
 WIRE_VERSION = 1
 
@@ -45,6 +56,8 @@ _MINIMUMS: dict[type, dict[str, int]] = {
     ServerHello: {"max_groups_in_flight": 1, "max_unacknowledged_bytes": 1},
     Heartbeat: {"engine_steps": 0},
     Lease: {"ordinal": 0, "redraw": 0},
+    EvalLease: {"version": 0, "row_index": 0},
+    EvalFinished: {"version": 0},
     VersionCommitted: {"version": 0},
     VersionRefused: {"version": 0},
     RankHello: {"rank": 0, "num_ranks": 1},
@@ -68,6 +81,33 @@ class Limits:
     """Empty: not known yet. A connection fills it in from the first message that it receives."""
     incarnation: str = ""
     """As `run`."""
+    eval_num_samples: int = 1
+    """Trajectories of a prompt that is evaluated."""
+    eval_max_completion_tokens: int = 1
+
+
+class _GroupSizes(NamedTuple):
+    """How large a group may be, and the keys that say so."""
+
+    num_trajectories: int
+    num_trajectories_key: str
+    max_tokens: int
+    max_tokens_key: str
+
+
+def _training_sizes(limits: Limits) -> _GroupSizes:
+    return _GroupSizes(
+        limits.group_size, "rollout.group_size", limits.max_completion_tokens, "rollout.max_completion_tokens"
+    )
+
+
+def _eval_sizes(limits: Limits) -> _GroupSizes:
+    return _GroupSizes(
+        limits.eval_num_samples,
+        "eval.num_samples",
+        limits.eval_max_completion_tokens,
+        "eval.max_completion_tokens",
+    )
 
 
 def refuser(sender: str) -> Refuse:
@@ -112,7 +152,11 @@ def check_body(header: Header, limits: Limits, refuse: Refuse) -> None:
             raise refuse(f"body.{name}", getattr(body, name), f"it is at least {minimum}")
     match body:
         case GroupFinished():
-            _check_group_fields(body.group, "body.group", limits, refuse)
+            _check_group_fields(body.group, "body.group", _training_sizes(limits), refuse)
+        case EvalFinished():
+            if body.version > limits.newest_version:
+                raise refuse("body.version", body.version, _from_the_future(limits.newest_version))
+            _check_group_fields(body.group, "body.group", _eval_sizes(limits), refuse)
         case Heartbeat() if body.state not in _HEARTBEAT_STATES:
             raise refuse("body.state", body.state, f"it is one of {', '.join(_HEARTBEAT_STATES)}")
         case VersionCommitted() | VersionRefused() if body.version > limits.newest_version:
@@ -120,7 +164,10 @@ def check_body(header: Header, limits: Limits, refuse: Refuse) -> None:
         case RankHello() if body.rank >= body.num_ranks:
             raise refuse("body.rank", body.rank, f"there are {body.num_ranks} ranks")
         case Lease():
-            _check_lease(body, limits, refuse)
+            _check_lease(body, _training_sizes(limits), refuse)
+        case EvalLease():
+            _check_lease(body, _eval_sizes(limits), refuse)
+            _check_sampling(body.sampling, _eval_sizes(limits), refuse)
         case Batch():
             _check_batch(body, limits, refuse)
 
@@ -177,67 +224,103 @@ def check_ids(prompt_ids: Int32, name: str, limits: Limits, refuse: Refuse) -> N
         raise refuse(f"{name}[{index}]", int(prompt_ids[index]), _vocabulary(limits))
 
 
-def _check_group_fields(group: GroupFields, name: str, limits: Limits, refuse: Refuse) -> None:
+def _check_group_fields(group: GroupFields, name: str, sizes: _GroupSizes, refuse: Refuse) -> None:
     if group.ordinal < 0 or group.redraw < 0:
         raise refuse(f"{name}.(ordinal, redraw)", (group.ordinal, group.redraw), "both are at least 0")
-    if len(group.trajectories) != limits.group_size:
-        rule = f"a group has {limits.group_size} trajectories (rollout.group_size)"
+    if len(group.trajectories) != sizes.num_trajectories:
+        rule = f"a group has {sizes.num_trajectories} trajectories ({sizes.num_trajectories_key})"
         raise refuse(f"{name}.trajectories length", len(group.trajectories), rule)
     for index, fields in enumerate(group.trajectories):
         # The good case is decided in one expression: this runs for every trajectory of the run.
         scored = fields.status is Status.SCORED
         if (
-            scored <= fields.num_tokens <= limits.max_completion_tokens
+            scored <= fields.num_tokens <= sizes.max_tokens
             and scored is (fields.reward is not None)
             and (fields.reward is None or -MAX_ABS_REWARD <= fields.reward <= MAX_ABS_REWARD)
             and len(fields.detail) <= (0 if scored else MAX_DETAIL_CHARACTERS)
+            and (not fields.reward_components or scored)
+            and all(-MAX_ABS_REWARD <= value <= MAX_ABS_REWARD for value in fields.reward_components.values())
         ):
             continue
-        raise _bad_trajectory(fields, f"{name}.trajectories[{index}]", limits, refuse)
+        raise _bad_trajectory(fields, f"{name}.trajectories[{index}]", sizes, refuse)
 
 
-def _bad_trajectory(fields: TrajectoryFields, name: str, limits: Limits, refuse: Refuse) -> WireError:
+def _bad_trajectory(fields: TrajectoryFields, name: str, sizes: _GroupSizes, refuse: Refuse) -> WireError:
     scored = fields.status is Status.SCORED
-    if not scored <= fields.num_tokens <= limits.max_completion_tokens:
-        rule = f"a {fields.status} trajectory has {int(scored)} to {limits.max_completion_tokens} tokens"
-        return refuse(f"{name}.num_tokens", fields.num_tokens, f"{rule} (rollout.max_completion_tokens)")
+    if not scored <= fields.num_tokens <= sizes.max_tokens:
+        rule = f"a {fields.status} trajectory has {int(scored)} to {sizes.max_tokens} tokens"
+        return refuse(f"{name}.num_tokens", fields.num_tokens, f"{rule} ({sizes.max_tokens_key})")
     if scored is (fields.reward is None):
         rule = f"a trajectory has a reward exactly when its status is scored, and this one is {fields.status}"
         return refuse(f"{name}.reward", fields.reward, rule)
     if fields.reward is not None and not abs(fields.reward) <= MAX_ABS_REWARD:
         rule = f"a reward is finite and at most {MAX_ABS_REWARD:g} in size"
         return refuse(f"{name}.reward", fields.reward, rule)
+    for label, value in fields.reward_components.items():
+        if not abs(value) <= MAX_ABS_REWARD:
+            rule = f"a component is finite and at most {MAX_ABS_REWARD:g} in size"
+            return refuse(f"{name}.reward_components.{label[:40]}", value, rule)
+    if fields.reward_components and not scored:
+        rule = f"a trajectory has components exactly when it has a reward, and this one is {fields.status}"
+        return refuse(f"{name}.reward_components", fields.reward_components, rule)
     if scored:
         return refuse(f"{name}.detail", fields.detail, "a scored trajectory has nothing to explain")
     rule = f"a detail has at most {MAX_DETAIL_CHARACTERS} characters"
     return refuse(f"{name}.detail length", len(fields.detail), rule)
 
 
-def _check_lease(lease: Lease, limits: Limits, refuse: Refuse) -> None:
-    if len(lease.seeds) != limits.group_size:
-        raise refuse("body.seeds length", len(lease.seeds), f"rollout.group_size is {limits.group_size}")
+def _check_lease(lease: Lease | EvalLease, sizes: _GroupSizes, refuse: Refuse) -> None:
+    if len(lease.seeds) != sizes.num_trajectories:
+        rule = f"{sizes.num_trajectories_key} is {sizes.num_trajectories}"
+        raise refuse("body.seeds length", len(lease.seeds), rule)
     for index, seed in enumerate(lease.seeds):
         if not 0 <= seed < 1 << 63:
             raise refuse(f"body.seeds[{index}]", seed, "a seed has 63 bits")
     _check_json(lease.row, "body.row", refuse)
 
 
+def _check_sampling(sampling: SamplingSpec, sizes: _GroupSizes, refuse: Refuse) -> None:
+    if not 0 <= sampling.temperature < math.inf:
+        raise refuse("body.sampling.temperature", sampling.temperature, "it is finite and at least 0")
+    if not 0 < sampling.top_p <= 1:
+        raise refuse("body.sampling.top_p", sampling.top_p, "it is above 0 and at most 1")
+    if sampling.top_k < 0:
+        raise refuse("body.sampling.top_k", sampling.top_k, "it is at least 0")
+    if not 1 <= sampling.max_completion_tokens <= sizes.max_tokens:
+        rule = f"it is 1 to {sizes.max_tokens} ({sizes.max_tokens_key})"
+        raise refuse("body.sampling.max_completion_tokens", sampling.max_completion_tokens, rule)
+
+
 def _check_batch(batch: Batch, limits: Limits, refuse: Refuse) -> None:
-    """The groups are those that the plan gives to this rank."""
+    """The groups are those that the plan, which must be whole, gives to this rank."""
     plan = batch.plan
-    if plan.index < 0:
-        raise refuse("body.plan.index", plan.index, "batches count from 0")
-    if not 0 <= batch.rank < len(plan.microbatches):
-        raise refuse("body.rank", batch.rank, f"the plan has {len(plan.microbatches)} ranks")
-    positions = [position for microbatch in plan.microbatches[batch.rank] for position in microbatch]
-    for position in positions:
-        if not 0 <= position < len(plan.ordinals):
-            raise refuse("body.plan.microbatches", position, f"the plan has {len(plan.ordinals)} groups")
-    planned = [plan.ordinals[position] for position in positions]
+    _check_plan(plan, refuse)
+    if not 0 <= batch.rank < plan.num_ranks:
+        raise refuse("body.rank", batch.rank, f"the plan has {plan.num_ranks} ranks")
+    planned = [plan.ordinals[position] for position in plan.positions_of(batch.rank)]
     if (ordinals := [group.ordinal for group in batch.groups]) != planned:
         raise refuse("body.groups", ordinals, f"the plan gives rank {batch.rank} the ordinals {planned}")
     for index, group in enumerate(batch.groups):
-        _check_group_fields(group, f"body.groups[{index}]", limits, refuse)
+        _check_group_fields(group, f"body.groups[{index}]", _training_sizes(limits), refuse)
+
+
+def _check_plan(plan: Plan, refuse: Refuse) -> None:
+    """Ranks with unequal numbers of microbatches would wait for each other in a collective."""
+    if plan.index < 0:
+        raise refuse("body.plan.index", plan.index, "batches count from 0")
+    if plan.num_epochs < 1:
+        raise refuse("body.plan.num_epochs", plan.num_epochs, "it is at least 1")
+    if not plan.minibatches:
+        raise refuse("body.plan.minibatches", [], "a batch has at least 1")
+    for index, minibatch in enumerate(plan.minibatches):
+        num_microbatches = [len(of_rank) for of_rank in minibatch]
+        if len(minibatch) != plan.num_ranks or len(set(num_microbatches)) != 1 or not num_microbatches[0]:
+            rule = f"each of the {plan.num_ranks} ranks has as many microbatches, at least 1"
+            raise refuse(f"body.plan.minibatches[{index}] lengths", num_microbatches, rule)
+    positions = sorted(position for rank in range(plan.num_ranks) for position in plan.positions_of(rank))
+    if positions != list(range(len(plan.ordinals))):
+        rule = f"each of the plan's {len(plan.ordinals)} groups is in one microbatch"
+        raise refuse("body.plan.minibatches", positions, rule)
 
 
 def _check_json(value: Any, name: str, refuse: Refuse) -> None:

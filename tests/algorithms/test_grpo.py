@@ -139,7 +139,7 @@ def token_batch(learner, proximal, rollout, advantage, dtype=torch.float64):
 
 def test_loss_and_metrics_by_hand():
     # Ratios 1.5 and 1 against the proximal policy, weights 0.5 and 2 (3 truncated); advantages 1 and -1.
-    # Mutations caught: weights from the learner instead of the proximal policy; a mean for a sum.
+    # Mutations caught: weights or mismatch from the learner instead of the proximal policy; a mean for a sum.
     log = math.log
     batch = token_batch([log(0.3), log(0.6)], [log(0.2), log(0.6)], [log(0.4), log(0.2)], [1.0, -1.0])
     result = build_recipe(GrpoConfig()).loss(batch)
@@ -156,8 +156,8 @@ def test_loss_and_metrics_by_hand():
             "actor/entropy": 1.0,
             "correction/weight_mean": 2.5,
             "correction/truncated_share": 1.0,
-            "mismatch/k1": log(0.4) - log(0.3) + log(0.2) - log(0.6),
-            "mismatch/k3": (0.75 - 1 - log(0.75)) + (3 - 1 - log(3)),
+            "mismatch/k1": log(0.4) - log(0.2) + log(0.2) - log(0.6),
+            "mismatch/k3": (0.5 - 1 - log(0.5)) + (3 - 1 - log(3)),
         }
     )
     maxima = {name: float(value) for name, value in result.maxima.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,12 +11,13 @@ from hypothesis import strategies as st
 from asyncrl.coordinator.batches import (
     MaskedGroup,
     batch_metrics,
+    component_means,
     describe_finished,
     mask_group,
     plan_batch,
     shard_of,
 )
-from asyncrl.types import Status, Trajectory, TrajectoryGroup
+from asyncrl.types import Plan, Status, Trajectory, TrajectoryGroup
 
 
 def trajectory(
@@ -75,43 +77,100 @@ def test_describe_finished_ignores_masked_and_unscored_tokens():
     lengths=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4), min_size=1, max_size=12),
     num_ranks=st.integers(1, 4),
     max_tokens=st.integers(10, 200),
+    num_minibatches=st.integers(1, 5),
 )
 @settings(max_examples=200, deadline=None)
 def test_a_plan_holds_every_group_once_within_the_budget_equally_many_microbatches_a_rank(
-    lengths: list[list[int]], num_ranks: int, max_tokens: int
+    lengths: list[list[int]], num_ranks: int, max_tokens: int, num_minibatches: int
 ):
-    # Mutations: padding forgotten (ranks would hang in a collective); budget checked after adding.
+    # Mutations: padding forgotten, or done for the first mini-batch only (ranks would hang in a collective);
+    # budget checked after adding; mini-batches cut by ceil(groups / mini-batches), which leaves the last one empty.
+    num_minibatches = min(num_minibatches, len(lengths))
     groups = [group(i, *(trajectory([0] * n) for n in of_group)) for i, of_group in enumerate(lengths)]
-    plan = plan_batch(0, groups, num_ranks=num_ranks, max_tokens=max_tokens)
-    placed = [p for of_rank in plan.microbatches for m in of_rank for p in m]
-    assert sorted(placed) == list(range(len(groups)))
-    assert len({len(of_rank) for of_rank in plan.microbatches}) == 1
-    for of_rank in plan.microbatches:
-        for microbatch in of_rank:
+    plan = plan_batch(
+        0, groups, num_ranks=num_ranks, max_tokens=max_tokens, num_minibatches=num_minibatches, num_epochs=3
+    )
+    assert (len(plan.minibatches), plan.num_epochs, plan.num_ranks) == (num_minibatches, 3, num_ranks)
+    sizes, placed = [], []
+    for minibatch in plan.minibatches:
+        assert len(minibatch) == num_ranks
+        assert len({len(of_rank) for of_rank in minibatch}) == 1
+        assert minibatch[0]
+        for microbatch in (m for of_rank in minibatch for m in of_rank):
             tokens = sum(groups[p].num_tokens for p in microbatch)
             assert tokens <= max_tokens or len(microbatch) == 1
+        positions = [p for of_rank in minibatch for m in of_rank for p in m]
+        sizes.append(len(positions))
+        placed += positions
+    assert sorted(placed) == list(range(len(groups)))
+    assert max(sizes) - min(sizes) <= 1
     assert plan.total_trained_tokens == sum(sum(of_group) for of_group in lengths)
+    assert plan.total_trained_tokens == sum(plan.num_trained_tokens_of(i) for i in range(num_minibatches))
     shards = [shard_of(plan, groups, rank) for rank in range(num_ranks)]
-    assert sum(g.num_tokens for s in shards for m in s.microbatches for g in m) == sum(
-        g.num_tokens for g in groups
-    )
+    assert sorted(g.ordinal for shard in shards for g in shard.groups) == plan.ordinals
+
+
+@given(num_groups=st.integers(1, 9), num_ranks=st.integers(1, 3), num_minibatches=st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_which_groups_share_a_step_depends_on_neither_ranks_nor_budget(
+    num_groups: int, num_ranks: int, num_minibatches: int
+):
+    # Mutation: mini-batches made of each rank's groups.
+    groups = [group(i, trajectory([0] * (7 * i % 5 + 1))) for i in range(num_groups)]
+
+    def steps(num_ranks: int, max_tokens: int) -> list[set[int]]:
+        plan = plan_batch(
+            0, groups, num_ranks=num_ranks, max_tokens=max_tokens, num_minibatches=num_minibatches
+        )
+        return [{p for of_rank in m for microbatch in of_rank for p in microbatch} for m in plan.minibatches]
+
+    assert steps(num_ranks, 8) == steps(1, 1000)
+
+
+def test_groups_are_dealt_to_mini_batches_in_turn():
+    # Mutation: consecutive groups, which would put the oldest into the first step.
+    groups = [group(i, trajectory([0])) for i in range(5)]
+    plan = plan_batch(0, groups, num_ranks=1, max_tokens=1000, num_minibatches=2)
+    assert plan.minibatches == [[[[0, 2, 4]]], [[[1, 3]]]]
+    assert plan.positions_of(0) == [0, 2, 4, 1, 3]
+    assert [g.ordinal for g in shard_of(plan, groups, 0).groups] == [0, 2, 4, 1, 3]
 
 
 def test_ranks_are_balanced_by_tokens_not_by_number_of_groups():
     # Mutation: round robin gives rank 0 the two long groups.
     groups = [group(i, trajectory([0] * n)) for i, n in enumerate([90, 10, 90, 10])]
     plan = plan_batch(0, groups, num_ranks=2, max_tokens=1000)
-    loads = [sum(groups[p].num_tokens for m in of_rank for p in m) for of_rank in plan.microbatches]
-    assert loads == [106, 106]
+    assert [sum(groups[p].num_tokens for p in plan.positions_of(rank)) for rank in range(2)] == [106, 106]
+
+
+def test_ranks_are_balanced_within_every_mini_batch():
+    # Mutation: balanced over the batch only: rank 0 would wait in the first step and rank 1 in the second.
+    groups = [group(i, trajectory([0] * n)) for i, n in enumerate([90, 10, 80, 20, 10, 30])]
+    plan = plan_batch(0, groups, num_ranks=2, max_tokens=1000, num_minibatches=2)
+    loads = [
+        [sum(groups[p].num_tokens for microbatch in of_rank for p in microbatch) for of_rank in minibatch]
+        for minibatch in plan.minibatches
+    ]
+    assert loads == [[93, 96], [33, 36]]
 
 
 def test_the_digest_changes_with_anything_in_the_plan_and_is_63_bits():
     groups = [group(i, trajectory([0, 0])) for i in range(4)]
-    one = plan_batch(0, groups, num_ranks=1, max_tokens=100)
-    other = plan_batch(1, groups, num_ranks=1, max_tokens=100)
-    assert one.digest != other.digest
-    assert one.digest == plan_batch(0, groups, num_ranks=1, max_tokens=100).digest
-    assert 0 <= one.digest < 2**63
+
+    def planned(index: int = 0, **changes: int) -> Plan:
+        return plan_batch(index, groups, **({"num_ranks": 1, "max_tokens": 100} | changes))
+
+    plans = [planned(), planned(1), planned(num_minibatches=2), planned(num_epochs=2), planned(max_tokens=5)]
+    assert len({plan.digest for plan in plans}) == len(plans)
+    assert all(0 <= plan.digest < 2**63 for plan in plans)
+    assert planned().digest == plans[0].digest
+
+
+def test_the_digest_of_a_plan_that_travelled_is_the_same():
+    # Mutation: a digest of Python's hash or of the object's identity, which another process has not.
+    groups = [group(i, trajectory([0, 0], reward=None if i == 2 else 0.1)) for i in range(4)]
+    plan = plan_batch(3, groups, num_ranks=2, max_tokens=100, num_minibatches=2, num_epochs=2)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=Plan).digest == plan.digest
 
 
 def test_metrics_of_a_batch_by_hand():
@@ -134,3 +193,11 @@ def test_metrics_of_a_batch_by_hand():
     assert metrics["rollout/equal_reward_groups"] == 1.0
     assert metrics["batch/trained_tokens"] == 6.0
     assert metrics["global_seqlen/max"] == 16.0
+
+
+def test_each_reward_has_a_mean_over_the_trajectories_that_it_applied_to():
+    # Mutation: divided by all trajectories, as if a reward that does not apply were a 0.
+    made = [trajectory([1]) for _ in range(3)]
+    made[0].reward_components = {"a": 1.0, "b": 4.0, "b/acc": 0.5}
+    made[1].reward_components = {"a": 3.0}
+    assert component_means(made) == {"reward/a/mean": 2.0, "reward/b/acc/mean": 0.5, "reward/b/mean": 4.0}

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from memory_dataset import dataset_of
 
 from asyncrl.config import Config, load_config, shared_digest
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
-from asyncrl.envs.dataset import Dataset, TokenizedRow
+from asyncrl.envs.dataset import Dataset
 from asyncrl.errors import PeerLost, RewardError
 from asyncrl.run_directory import RunDirectory
 from asyncrl.stream.codec import Limits, group_fields
@@ -63,11 +64,8 @@ def make_config(tmp_path: Path, *overrides: str) -> Config:
 
 
 def make_dataset() -> Dataset:
-    rows = [
-        TokenizedRow({"prompt": str(i), "answer": str(i)}, f"<{i}>", np.array([i], np.int32), i)
-        for i in range(10)
-    ]
-    return Dataset("test", rows, num_rows=10, num_too_long=0)
+    rows = [{"prompt": f"<{i}>", "answer": str(i)} for i in range(10)]
+    return dataset_of(rows, [np.array([i], np.int32) for i in range(10)])
 
 
 def limits() -> Limits:

@@ -12,18 +12,34 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from asyncrl.config import DataConfig
-from asyncrl.envs.dataset import load_rows, load_tokenizer, tokenize
+from asyncrl.config import DataConfig, SourceConfig
+from asyncrl.envs.dataset import Dataset, examine, load_rows, load_tokenizer, tokenize
+from asyncrl.envs.sources import Listed
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.models.tiny import BOS_ID, build_tokenizer
 
 CHAT = [{"role": "user", "content": "ab"}]
 
 
+def config_of(path: str | Path, **keys: Any) -> DataConfig:
+    return DataConfig(train=(SourceConfig(path=str(path)),), **keys)
+
+
 def write_lines(tmp_path: Path, *lines: str) -> DataConfig:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(lines) + "\n")
-    return DataConfig(train=str(path))
+    return config_of(path)
+
+
+def rows_of(data: DataConfig, seed: int = 0) -> list[dict[str, Any]]:
+    """All kept rows of a config with one source."""
+    (rows,) = load_rows(data.train, data, seed)
+    return list(rows)
+
+
+def tokenized(rows: list[dict[str, Any]], data: DataConfig, tokenizer: Any) -> Dataset:
+    """Rows in memory as prompts."""
+    return tokenize([examine(Listed(rows, "rows"), SourceConfig(path="rows"), data)], data, tokenizer)
 
 
 def ids_of(text: str) -> list[int]:
@@ -32,7 +48,7 @@ def ids_of(text: str) -> list[int]:
 
 def test_a_jsonl_file_is_read_row_by_row(tmp_path: Path) -> None:
     data = write_lines(tmp_path, '{"prompt": "ab", "answer": "x"}', "", '{"prompt": "cd", "n": 1.5}')
-    assert load_rows(data, 0) == [{"prompt": "ab", "answer": "x"}, {"prompt": "cd", "n": 1.5}]
+    assert rows_of(data) == [{"prompt": "ab", "answer": "x"}, {"prompt": "cd", "n": 1.5}]
 
 
 @pytest.mark.parametrize(
@@ -53,27 +69,27 @@ def test_a_jsonl_file_is_read_row_by_row(tmp_path: Path) -> None:
 )
 def test_a_bad_line_is_named_with_its_column(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        load_rows(write_lines(tmp_path, '{"prompt": "ok"}', line), 0)
+        rows_of(write_lines(tmp_path, '{"prompt": "ok"}', line))
     assert "rows.jsonl" in str(caught.value)
 
 
 def test_bytes_that_are_no_utf8_are_named(tmp_path: Path) -> None:
     data = write_lines(tmp_path)
-    Path(data.train).write_bytes(b'{"prompt": "\xff"}\n')
+    Path(data.train[0].path).write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match="line 1: not UTF-8"):
-        load_rows(data, 0)
+        rows_of(data)
 
 
 def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere\.jsonl: cannot be read \(No such file"):
-        load_rows(DataConfig(train=str(tmp_path / "nowhere.jsonl")), 0)
+        rows_of(config_of(tmp_path / "nowhere.jsonl"))
     with pytest.raises(DataError, match="no rows"):
-        load_rows(write_lines(tmp_path), 0)
+        rows_of(write_lines(tmp_path))
 
 
 def test_an_unknown_task_is_refused_with_the_closest_one() -> None:
     with pytest.raises(ConfigError, match="did you mean 'sort4'"):
-        load_rows(DataConfig(train="sort"), 0)
+        rows_of(config_of("sort"))
 
 
 GENERATORS = """
@@ -100,7 +116,7 @@ def generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_generator_is_given_the_seed_and_cut_at_max_rows(generators: str) -> None:
-    rows = load_rows(DataConfig(train=f"{generators}:count", max_rows=3), 7)
+    rows = rows_of(config_of(f"{generators}:count", max_rows=3), 7)
     assert rows == [{"prompt": "p7"}, {"prompt": "p8"}, {"prompt": "p9"}]
 
 
@@ -113,28 +129,30 @@ def test_a_generator_is_given_the_seed_and_cut_at_max_rows(generators: str) -> N
 )
 def test_a_generators_faults_are_named(generators: str, name: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        load_rows(DataConfig(train=f"{generators}:{name}"), 0)
+        rows_of(config_of(f"{generators}:{name}"))
 
 
 def token_lists(rows: list[dict[str, Any]], data: DataConfig, tokenizer: Any) -> list[list[int]]:
-    return [kept.token_ids.tolist() for kept in tokenize(rows, data, tokenizer).kept]
+    return [kept.token_ids.tolist() for kept in tokenized(rows, data, tokenizer)]
 
 
 def test_long_prompts_are_dropped_counted_and_the_rest_keep_their_index() -> None:
     # Catches: `<=` -> `<`; row_index counted over the kept rows.
     rows = [{"prompt": "a" * length} for length in (5, 3, 9, 4)]
-    dataset = tokenize(rows, DataConfig(max_prompt_tokens=4), build_tokenizer())
+    dataset = tokenized(rows, DataConfig(max_prompt_tokens=4), build_tokenizer())
     assert (len(dataset), dataset.num_rows, dataset.num_too_long) == (2, 4, 2)
-    assert [kept.row_index for kept in dataset.kept] == [1, 3]
-    assert dataset[1].row is rows[3]
+    assert [kept.row_index for kept in dataset] == [1, 3]
+    assert dataset[1].row == rows[3]
+    assert dataset[1].text == "aaaa"
+    assert dataset[1].token_ids.tolist() == ids_of("aaaa")
     assert dataset[1].token_ids.dtype == np.int32
     assert dataset.prompt_lengths.tolist() == [3, 4]
 
 
 def test_nothing_left_after_the_length_filter_is_an_error() -> None:
     with pytest.raises(DataError, match=r"all 2 prompts are longer .*4 .*the shortest has 5"):
-        tokenize(
-            [{"prompt": "a" * 5}, {"prompt": "a" * 6}], DataConfig(max_prompt_tokens=4), build_tokenizer()
+        tokenized(
+            [{"prompt": "a" * 6}, {"prompt": "a" * 5}], DataConfig(max_prompt_tokens=4), build_tokenizer()
         )
 
 
@@ -171,7 +189,7 @@ def test_without_a_template_messages_are_refused_and_strings_work() -> None:
     with pytest.raises(
         DataError, match=r"row 1 .*'some/base-model' has no chat template.*chat_template.jinja"
     ):
-        tokenize([{"prompt": "ab"}, {"prompt": CHAT}], DataConfig(), tokenizer)
+        tokenized([{"prompt": "ab"}, {"prompt": CHAT}], DataConfig(), tokenizer)
     assert token_lists([{"prompt": "ab"}], DataConfig(), tokenizer) == [ids_of("ab")]
 
 
@@ -182,7 +200,7 @@ def test_a_template_that_refuses_a_row_names_it() -> None:
     )
     rows: list[dict[str, Any]] = [{"prompt": CHAT}, {"prompt": [{"role": "tool", "content": "x"}]}]
     with pytest.raises(DataError, match=r"row 1 .*refuses the messages: .*no tools"):
-        tokenize(rows, DataConfig(), tokenizer)
+        tokenized(rows, DataConfig(), tokenizer)
 
 
 def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -205,11 +223,11 @@ def test_loading_and_tokenizing_a_chat_never_imports_torch(tmp_path: Path) -> No
     program = f"""
 import json, sys
 from asyncrl.config import DataConfig
-from asyncrl.envs.dataset import load_rows, load_tokenizer, tokenize
+from asyncrl.envs.dataset import load_dataset, load_tokenizer
 from asyncrl.envs import env, rewards, reward_pool
 tokenizer = load_tokenizer({str(tmp_path)!r})
 data = DataConfig(train="first_word", max_rows=2)
-dataset = tokenize(load_rows(data, 0), data, tokenizer)
+dataset = load_dataset(data.train, data, 0, tokenizer)
 tokenizer.decode(dataset[0].token_ids.tolist(), skip_special_tokens=True)
 print(json.dumps([len(dataset), "torch" in sys.modules]))
 """

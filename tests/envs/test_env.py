@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.envs.env import RewardOutcome, SingleTurnEnv
+from asyncrl.envs.env import Answer, RewardOutcome, SingleTurnEnv
 from asyncrl.models.tiny import EOS_ID, build_tokenizer
 from asyncrl.types import Float32, Int32, Prompt, Status, Trajectory
 
@@ -27,8 +27,8 @@ def rollout(sampled: Sampled, outcome: RewardOutcome, seen: list[Any], tokenizer
         seen.append(context.tolist())
         return sampled
 
-    async def score(completion: str, row: dict[str, Any]) -> RewardOutcome:
-        seen.append((completion, row))
+    async def score(answer: Answer) -> RewardOutcome:
+        seen.append((answer.text, answer.token_ids.tolist()))
         return outcome
 
     prompt = Prompt(4, np.array([5, 6], np.int32), {"answer": "ba"})
@@ -44,8 +44,9 @@ def test_a_scored_rollout_keeps_the_ids_and_trains_on_all_of_them_with_eos() -> 
     # Catches: EOS stripped from the record, or masked; special tokens shown to the reward.
     seen: list[Any] = []
     completion = sampled([*build_tokenizer().encode("ba"), EOS_ID], "stop")
-    trajectory = rollout(completion, RewardOutcome(1.0, Status.SCORED), seen)
-    assert seen == [[5, 6], ("ba", {"answer": "ba"})]
+    outcome = RewardOutcome(1.0, Status.SCORED, components={"exact_match": 1.0})
+    trajectory = rollout(completion, outcome, seen)
+    assert seen == [[5, 6], ("ba", completion.token_ids.tolist())]
     assert trajectory.token_ids.tolist() == completion.token_ids.tolist()
     assert trajectory.rollout_logprobs.tolist() == completion.logprobs.tolist()
     assert trajectory.policy_versions.tolist() == [0, 1, 2]
@@ -53,6 +54,7 @@ def test_a_scored_rollout_keeps_the_ids_and_trains_on_all_of_them_with_eos() -> 
     assert trajectory.loss_mask.dtype == np.uint8
     assert (trajectory.reward, trajectory.status, trajectory.finish_reason) == (1.0, "scored", "stop")
     assert (trajectory.text, trajectory.detail) == ("ba", "")
+    assert trajectory.reward_components == {"exact_match": 1.0}
 
 
 @pytest.mark.parametrize("status", [Status.REWARD_FAILED, Status.REWARD_TIMEOUT])
@@ -88,7 +90,7 @@ def test_the_engines_error_is_passed_on() -> None:
     async def generate(context: Int32) -> Sampled:
         raise RuntimeError("engine died")
 
-    async def score(completion: str, row: dict[str, Any]) -> RewardOutcome:
+    async def score(answer: Answer) -> RewardOutcome:
         raise AssertionError("scored")
 
     prompt = Prompt(0, np.array([5], np.int32), {})

@@ -6,20 +6,21 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from reward_cases import in_pool, request
 
 from asyncrl.envs.env import RewardOutcome
+from asyncrl.envs.reward_messages import RewardSpec
 from asyncrl.envs.reward_pool import RewardPool
 from asyncrl.errors import ConfigError
 from asyncrl.types import Status
 
 REWARDS = """
-import os, subprocess, sys, time
+import asyncio, os, subprocess, sys, time
 
 def behave(completion, row):
     if completion == "bomb":
@@ -33,31 +34,64 @@ def behave(completion, row):
         print("not a frame"); sys.stdout.write("x" * 5000); sys.stdout.flush(); os.write(1, b"raw")
     if completion == "exit":
         os._exit(3)
+    if completion == "leave":
+        sys.exit(4)
     if completion == "raise":
         raise ValueError("two\\nlines")
-    return {"nan": float("nan"), "inf": float("inf"), "huge": 1e308, "text": "1", "none": None}.get(completion, 0.5)
+    return {"nan": float("nan"), "inf": float("inf"), "huge": 1e308, "text": "1", "list": [1.0],
+            "dict": {"acc": 1.0}}.get(completion, 0.5)
+
+def several(completions, **columns):
+    if completions[0] == "short":
+        return [1.0]
+    if completions[0] == "text":
+        return "12"
+    return [{"nan": float("nan"), "none": None}.get(text, len(text)) for text in completions]
+
+running = 0
+most = 0
+
+async def ask(completion, row):
+    global running, most
+    running += 1
+    most = max(most, running)
+    try:
+        if completion == "block":
+            time.sleep(60)
+        if completion == "hang":
+            await asyncio.sleep(60)
+        if completion == "raise":
+            raise TimeoutError("the service did not answer")
+        if completion == "most":
+            return most
+        await asyncio.sleep(0.2)
+        return 0.5
+    finally:
+        running -= 1
 """
 
-Check = Callable[[RewardPool], Awaitable[Any]]
+SCORED = RewardOutcome(0.5, Status.SCORED)
 
 
 @pytest.fixture
-def behave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def rewards_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "behaving_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
-    return "behaving_rewards:behave"
+    return "behaving_rewards"
 
 
-def run(reward: str, check: Check, num_workers: int = 1, timeout_s: float = 10.0) -> None:
-    """Runs `check` in a pool, and holds that no child process outlives the pool."""
+@pytest.fixture
+def behave(rewards_module: str) -> RewardSpec:
+    return RewardSpec(f"{rewards_module}:behave")
 
-    async def main() -> None:
-        async with asyncio.timeout(60), RewardPool(reward, "answer", num_workers, timeout_s) as pool:
-            await check(pool)
 
-    before = set(psutil.Process().children(recursive=True))
-    asyncio.run(main())
-    assert set(psutil.Process().children(recursive=True)) - before == set()
+def impatient(spec: RewardSpec) -> RewardSpec:
+    return RewardSpec(spec.name, timeout_s=0.5)
+
+
+async def score(pool: RewardPool, completion: str, row: dict[str, Any] | None = None) -> RewardOutcome:
+    (outcome,) = await pool.score(request(completion, row=row))
+    return outcome
 
 
 def wait_until_gone(pid: int) -> None:
@@ -71,29 +105,26 @@ def wait_until_gone(pid: int) -> None:
 
 def test_a_built_in_scores_in_a_subprocess() -> None:
     async def check(pool: RewardPool) -> None:
-        outcome = await pool.score(r"\boxed{\frac{1}{3}}", {"answer": "1/3"})
-        assert outcome == RewardOutcome(1.0, Status.SCORED)
+        outcomes = await pool.score(request(r"\boxed{\frac{1}{3}}", answer="1/3"))
+        assert outcomes == [RewardOutcome(1.0, Status.SCORED)]
 
-    run("gsm8k_flexible", check)
+    in_pool(RewardSpec("gsm8k_flexible"), check)
 
 
-def test_bombs_time_out_and_the_pool_stays_as_large_as_it_was(behave: str) -> None:
+def test_bombs_time_out_and_the_pool_stays_as_large_as_it_was(behave: RewardSpec) -> None:
     async def check(pool: RewardPool) -> None:
-        outcomes = await asyncio.gather(*(pool.score("bomb", {}) for _ in range(4)))
+        outcomes = await asyncio.gather(*(score(pool, "bomb") for _ in range(4)))
         assert [outcome.status for outcome in outcomes] == [Status.REWARD_TIMEOUT] * 4
         assert [outcome.reward for outcome in outcomes] == [None] * 4
         assert "ran past 0.5 s" in outcomes[0].detail
         # Two at once, as before: a shrunken pool would need one after the other.
-        assert (
-            await asyncio.gather(*(pool.score("good", {}) for _ in range(2)))
-            == [(0.5, Status.SCORED, "")] * 2
-        )
+        assert await asyncio.gather(*(score(pool, "good") for _ in range(2))) == [SCORED] * 2
         statistics = pool.statistics()
         assert (statistics.num_timeouts, statistics.num_scored, statistics.num_failed) == (4, 2, 0)
         # Catches: a killed worker that is not put back (a third place would hang, a spare one start a 7th).
         assert statistics.num_processes_started == 6
 
-    run(behave, check, num_workers=2, timeout_s=0.5)
+    in_pool(impatient(behave), check, num_workers=2)
 
 
 @pytest.mark.parametrize(
@@ -103,79 +134,150 @@ def test_bombs_time_out_and_the_pool_stays_as_large_as_it_was(behave: str) -> No
         ("inf", "returned inf, not a finite number"),
         ("huge", "returned 1e+308, more than 1e+30 in size"),
         ("text", "returned '1', not a finite number"),
-        ("none", "TypeError: "),
+        ("list", "returned [1.0], not a finite number"),
+        ("dict", "returned a dict without 'score'"),
         ("raise", "ValueError: two lines"),
         ("exit", "the reward's process ended with exit code 3"),
+        ("leave", "SystemExit: 4"),
     ],
 )
 def test_a_failed_reward_is_a_status_with_the_reason_never_a_zero(
-    behave: str, completion: str, detail: str
+    behave: RewardSpec, completion: str, detail: str
 ) -> None:
     async def check(pool: RewardPool) -> None:
-        outcome = await pool.score(completion, {})
+        outcome = await score(pool, completion)
         assert (outcome.reward, outcome.status) == (None, Status.REWARD_FAILED)
         assert detail in outcome.detail
         assert "\n" not in outcome.detail
-        assert await pool.score("good", {}) == RewardOutcome(0.5, Status.SCORED)
+        assert await score(pool, "good") == SCORED
         statistics = pool.statistics()
         assert (statistics.num_failed, statistics.num_scored) == (1, 1)
         assert statistics.last_failure == outcome.detail
         assert statistics.num_processes_started == (2 if completion == "exit" else 1)
 
-    run(behave, check)
+    in_pool(behave, check)
 
 
-def test_what_a_reward_prints_does_not_disturb_its_result(behave: str) -> None:
+def test_a_list_reward_scores_a_group_in_one_call(rewards_module: str) -> None:
     async def check(pool: RewardPool) -> None:
-        assert [(await pool.score(text, {})).reward for text in ("print", "print", "good")] == [0.5] * 3
+        assert pool.takes_group
+        outcomes = await pool.score(request("nan", "none", "four"))
+        assert [outcome.status for outcome in outcomes] == ["reward_failed", "scored", "scored"]
+        # None is no failure and no 0: the reward does not apply there.
+        assert [outcome.reward for outcome in outcomes] == [None, None, 4.0]
+        short = await pool.score(request("short", "b"))
+        assert [outcome.detail for outcome in short] == [
+            "ValueError: it returned 1 values for 2 completions"
+        ] * 2
+        # Catches: a text taken as a list of its characters.
+        assert "not a list" in (await pool.score(request("text", "b")))[1].detail
 
-    run(behave, check)
+    in_pool(RewardSpec(f"{rewards_module}:several"), check)
 
 
-def test_cancelling_a_score_kills_the_worker_and_its_children(behave: str, tmp_path: Path) -> None:
+def test_async_calls_run_at_once_in_one_process(rewards_module: str) -> None:
+    async def check(pool: RewardPool) -> None:
+        outcomes = await asyncio.gather(*(score(pool, "good") for _ in range(70)))
+        assert outcomes == [SCORED] * 70
+        # Catches: one call at a time (1), or no bound (70).
+        assert (await score(pool, "most")).reward == 64
+        assert pool.statistics().num_processes_started == 1
+
+    in_pool(RewardSpec(f"{rewards_module}:ask"), check, num_workers=2)
+
+
+def test_an_async_call_that_hangs_ends_alone(rewards_module: str) -> None:
+    async def check(pool: RewardPool) -> None:
+        hung, good, raised = await asyncio.gather(*(score(pool, text) for text in ("hang", "good", "raise")))
+        assert (hung.status, good) == (Status.REWARD_TIMEOUT, SCORED)
+        # Its own TimeoutError is a failure like any other.
+        assert (raised.status, raised.detail) == (
+            Status.REWARD_FAILED,
+            "TimeoutError: the service did not answer",
+        )
+        assert pool.statistics().num_processes_started == 1
+
+    in_pool(RewardSpec(f"{rewards_module}:ask", timeout_s=1.0), check)
+
+
+def test_an_async_call_that_blocks_the_event_loop_is_killed(rewards_module: str) -> None:
+    async def check(pool: RewardPool) -> None:
+        blocked, beside = await asyncio.gather(score(pool, "block"), score(pool, "hang"))
+        assert {blocked.status, beside.status} <= {Status.REWARD_TIMEOUT, Status.REWARD_FAILED}
+        assert Status.REWARD_TIMEOUT in {blocked.status, beside.status}
+        assert await score(pool, "good") == SCORED
+        assert pool.statistics().num_processes_started == 2
+
+    in_pool(RewardSpec(f"{rewards_module}:ask", timeout_s=0.5), check)
+
+
+def test_cancelling_an_async_call_leaves_the_others_running(rewards_module: str) -> None:
+    async def check(pool: RewardPool) -> None:
+        hung = asyncio.create_task(score(pool, "hang"))
+        good = asyncio.create_task(score(pool, "good"))
+        await asyncio.sleep(0.05)
+        hung.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hung
+        assert await good == SCORED
+        assert pool.statistics().num_processes_started == 1
+
+    in_pool(RewardSpec(f"{rewards_module}:ask"), check)
+
+
+def test_what_a_reward_prints_does_not_disturb_its_result(behave: RewardSpec) -> None:
+    async def check(pool: RewardPool) -> None:
+        assert [await score(pool, text) for text in ("print", "print", "good")] == [SCORED] * 3
+
+    in_pool(behave, check)
+
+
+def test_cancelling_a_score_kills_the_worker_and_its_children(behave: RewardSpec, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     os.mkfifo(pids)
 
     async def check(pool: RewardPool) -> None:
-        task = asyncio.create_task(pool.score("sleep", {"pids": str(pids)}))
+        task = asyncio.create_task(score(pool, "sleep", {"pids": str(pids)}))
         processes = (await asyncio.to_thread(pids.read_text)).split()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         for pid in processes:
             wait_until_gone(int(pid))
-        assert await pool.score("good", {}) == RewardOutcome(0.5, Status.SCORED)
+        assert await score(pool, "good") == SCORED
         assert pool.statistics().num_cancelled == 1
 
-    run(behave, check)
+    in_pool(behave, check)
 
 
-def test_a_worker_that_died_while_idle_costs_no_reward(behave: str) -> None:
+def test_a_worker_that_died_while_idle_costs_no_reward(behave: RewardSpec) -> None:
     async def check(pool: RewardPool) -> None:
         (worker,) = psutil.Process().children()
         worker.kill()
-        await pool._workers[0]._process.wait()  # until the event loop has seen it
-        assert await pool.score("good", {}) == RewardOutcome(0.5, Status.SCORED)
+        reading = pool._processes[0]._reading
+        assert reading is not None
+        await asyncio.wait([reading])  # until the event loop has seen it
+        assert await score(pool, "good") == SCORED
 
-    run(behave, check)
+    in_pool(behave, check)
 
 
-def test_scores_still_running_when_the_pool_closes_fail_instead_of_hanging(behave: str) -> None:
+def test_scores_still_running_when_the_pool_closes_fail_instead_of_hanging(behave: RewardSpec) -> None:
     async def main() -> list[RewardOutcome]:
         async with RewardPool(behave, num_workers=1) as pool:
-            tasks = [asyncio.create_task(pool.score("bomb", {})) for _ in range(2)]
+            tasks = [asyncio.create_task(score(pool, "bomb")) for _ in range(2)]
             await asyncio.sleep(0.1)
         return await asyncio.wait_for(asyncio.gather(*tasks), 20)
 
     assert {outcome.status for outcome in asyncio.run(main())} == {Status.REWARD_FAILED}
 
 
-def test_a_row_that_is_not_json_fails_its_own_score_only(behave: str) -> None:
+def test_a_row_that_is_not_json_fails_its_own_score_only(behave: RewardSpec) -> None:
     async def check(pool: RewardPool) -> None:
-        assert (await pool.score("good", {"x": object()})).status == Status.REWARD_FAILED
-        assert (await pool.score("good", {})).reward == 0.5
+        assert (await score(pool, "good", {"x": object()})).status == Status.REWARD_FAILED
+        assert await score(pool, "good") == SCORED
 
-    run(behave, check)
+    in_pool(behave, check)
 
 
 def test_a_reward_that_cannot_be_imported_stops_the_pool_at_its_start() -> None:
@@ -183,15 +285,17 @@ def test_a_reward_that_cannot_be_imported_stops_the_pool_at_its_start() -> None:
         raise AssertionError("the pool started")
 
     with pytest.raises(ConfigError, match="No module named 'no_such_module_here'"):
-        run("no_such_module_here:f", check, num_workers=2)
+        in_pool(RewardSpec("no_such_module_here:f"), check, num_workers=2)
 
 
-def test_workers_end_when_their_parent_is_killed(behave: str, tmp_path: Path) -> None:
+def test_workers_end_when_their_parent_is_killed(behave: RewardSpec, tmp_path: Path) -> None:
     program = (
-        "import asyncio\nfrom asyncrl.envs.reward_pool import RewardPool\n"
+        "import asyncio\n"
+        "from asyncrl.envs.reward_messages import RewardRequest, RewardSpec\n"
+        "from asyncrl.envs.reward_pool import RewardPool\n"
         "async def main():\n"
-        f"    async with RewardPool({behave!r}) as pool:\n"
-        "        await pool.score('sleep', {'pids': 'pids'})\n"
+        f"    async with RewardPool(RewardSpec({behave.name!r})) as pool:\n"
+        "        await pool.score(RewardRequest(['sleep'], [[1]], {'pids': 'pids'}))\n"
         "asyncio.run(main())\n"
     )
     pids = tmp_path / "pids"

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from asyncrl.config import Config
 from asyncrl.learner.update import PolicyLearner
@@ -82,15 +90,28 @@ def uneven_groups(seed: int = 0) -> list[TrajectoryGroup]:
 def shard_of(
     groups: list[TrajectoryGroup], microbatches: list[list[list[int]]], rank: int = 0, index: int = 0
 ) -> Shard:
-    """The shard of `rank` under `microbatches` [rank][microbatch] -> positions of groups."""
+    """The shard of `rank` in one mini-batch, with `microbatches` [rank][microbatch] -> positions of groups."""
+    return shard_of_minibatches(groups, [microbatches], rank=rank, index=index)
+
+
+def shard_of_minibatches(
+    groups: list[TrajectoryGroup],
+    minibatches: list[list[list[list[int]]]],
+    *,
+    num_epochs: int = 1,
+    rank: int = 0,
+    index: int = 0,
+) -> Shard:
+    """The shard of `rank` under `minibatches` [mini-batch][rank][microbatch] -> positions of groups."""
     plan = Plan(
         index=index,
         ordinals=[group.ordinal for group in groups],
         rewards=[[t.reward for t in group.trajectories] for group in groups],
         num_trained_tokens=[[int(t.loss_mask.sum()) for t in group.trajectories] for group in groups],
-        microbatches=microbatches,
+        minibatches=minibatches,
+        num_epochs=num_epochs,
     )
-    return Shard(plan, rank, [[groups[i] for i in positions] for positions in microbatches[rank]])
+    return Shard(plan, rank, [groups[position] for position in plan.positions_of(rank)])
 
 
 def hand_advantages(group: TrajectoryGroup) -> list[float]:
@@ -100,14 +121,24 @@ def hand_advantages(group: TrajectoryGroup) -> list[float]:
     return list(np.nan_to_num(centred / (np.nanstd(rewards, ddof=1) + 1e-6)))
 
 
-def plain_rows(
-    model_path: Path, groups: list[TrajectoryGroup], temperature: float
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs of the trained tokens, and gradients of GRPO's token mean, one padded row a trajectory, all
-    logits, eager attention: no packing, no sharing of prompts, no chunks."""
-    model = AutoModelForCausalLM.from_pretrained(
+def plain_model(model_path: Path) -> PreTrainedModel:
+    """Transformers' own, with eager attention."""
+    return AutoModelForCausalLM.from_pretrained(
         model_path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+
+
+class PlainTokens(NamedTuple):
+    """The trained tokens of some groups, [N] each."""
+
+    logprobs: torch.Tensor
+    """With gradient."""
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+
+
+def plain_tokens(model: PreTrainedModel, groups: list[TrajectoryGroup], temperature: float) -> PlainTokens:
+    """One padded row a trajectory, all logits: no packing, no sharing of prompts, no chunks."""
     rows = [
         (group, t, a)
         for group in groups
@@ -122,18 +153,66 @@ def plain_rows(
         visible[i, : len(row)] = 1
     logits = model(input_ids=ids, attention_mask=visible, use_cache=False).logits / temperature
     logprobs = logits.log_softmax(-1)
-    trained: list[torch.Tensor] = []
-    loss = torch.zeros(())
-    for i, (group, t, advantage) in enumerate(rows):
-        for j in np.flatnonzero(t.loss_mask):
-            logprob = logprobs[i, len(group.prompt_ids) + j - 1, int(t.token_ids[j])]
-            weight = min(float((logprob.detach() - float(t.rollout_logprobs[j])).exp()), 2.0)
-            loss = (
-                loss - logprob * weight * advantage
-            )  # the ratio is 1, and its gradient that of the log-prob
-            trained.append(logprob.detach())
-    (loss / len(trained)).backward()
-    return torch.stack(trained), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    trained = [
+        (logprobs[i, len(group.prompt_ids) + j - 1, int(t.token_ids[j])], float(t.rollout_logprobs[j]), a)
+        for i, (group, t, a) in enumerate(rows)
+        for j in np.flatnonzero(t.loss_mask)
+    ]
+    found, rollout, advantages = zip(*trained, strict=True)
+    return PlainTokens(torch.stack(found), torch.tensor(rollout), torch.tensor(advantages).float())
+
+
+def plain_rows(
+    model_path: Path, groups: list[TrajectoryGroup], temperature: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs of the trained tokens, and gradients of GRPO's token mean where all ratios are 1."""
+    model = plain_model(model_path)
+    tokens = plain_tokens(model, groups, temperature)
+    logprobs = tokens.logprobs.detach()
+    weights = (logprobs - tokens.rollout_logprobs).exp().clamp(max=2.0)
+    # The gradient of a ratio of 1 is that of its log-prob.
+    (-(tokens.logprobs * weights * tokens.advantages).sum() / len(logprobs)).backward()
+    return logprobs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def plain_steps(
+    model_path: Path,
+    minibatches: list[list[TrajectoryGroup]],
+    *,
+    num_epochs: int,
+    lr: float,
+    temperature: float,
+    clip: float = 0.2,
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Weights after plain SGD with PPO's clipped ratios, and metrics: one step a mini-batch, `num_epochs` times.
+
+    The log-probs before the first step are stored and are the denominators of all ratios.
+    """
+    model = plain_model(model_path)
+    with torch.no_grad():
+        stored = [plain_tokens(model, groups, temperature).logprobs for groups in minibatches]
+    losses, clipped, log_ratios, norms = [], [], [], []
+    for groups, proximal in list(zip(minibatches, stored, strict=True)) * num_epochs:
+        tokens = plain_tokens(model, groups, temperature)
+        ratio = (tokens.logprobs - proximal).exp()
+        surrogate = torch.stack([ratio, ratio.clamp(1 - clip, 1 + clip)]) * tokens.advantages
+        weights = (proximal - tokens.rollout_logprobs).exp().clamp(max=2.0)
+        loss = -surrogate.min(0).values * weights
+        loss.mean().backward()
+        norms.append(sum(float(p.grad.double().square().sum()) for p in model.parameters()) ** 0.5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= lr * parameter.grad
+                parameter.grad = None
+        losses += loss.tolist()
+        clipped += (surrogate[1] < surrogate[0]).tolist()
+        log_ratios += ratio.log().tolist()
+    return {name: p.detach() for name, p in model.named_parameters()}, {
+        "actor/pg_loss": float(np.mean(losses)),
+        "actor/pg_clipfrac": float(np.mean(clipped)),
+        "actor/ppo_kl": -float(np.mean(log_ratios)),
+        "actor/grad_norm": float(np.mean(norms)),
+    }
 
 
 def assert_gradients_close(
@@ -158,14 +237,14 @@ def one_rank(model_path: Path, config: Config, store: Path) -> Iterator[PolicyLe
 
 
 def record_gradients(learner: PolicyLearner) -> dict[str, torch.Tensor]:
-    """Filled with this rank's shards of the gradients when the next optimizer step begins."""
+    """Filled with this rank's shards of the gradients when an optimizer step begins: the newest step's."""
     recorded: dict[str, torch.Tensor] = {}
     take_step = learner._optimizer.step
 
-    def step(version: int) -> tuple[float, float]:
+    def step(version: int, number: int) -> tuple[float, float]:
         for name, parameter in learner._policy.transformer.named_parameters():
             recorded[name] = parameter.grad.to_local().clone()
-        return take_step(version)
+        return take_step(version, number)
 
     learner._optimizer.step = step
     return recorded

@@ -1,7 +1,7 @@
 """One rank of the tests in test_ranks.py: python rank_program.py RANK NUM_RANKS FOLDER SCENARIO.
 
-Scenarios: `train` updates once and writes gradients, weights and metrics; `disagree` gives rank 1 another plan;
-`export` updates once and exports.
+Scenarios: `train` updates once and writes gradients, weights and metrics; `steps` does so with two mini-batches
+and two epochs; `disagree` gives rank 1 another plan; `export` updates once and exports.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from learner_cases import record_gradients, sgd_config, shard_of, uneven_groups
+from learner_cases import record_gradients, sgd_config, shard_of_minibatches, uneven_groups
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.errors import LearnerError
 from asyncrl.learner.update import PolicyLearner
 
-MICROBATCHES = {1: [[[0, 1, 2, 3, 4]]], 2: [[[4, 1], [], [0]], [[2], [3], []]]}
+WHOLE = {1: [[[[0, 1, 2, 3, 4]]]], 2: [[[[4, 1], [], [0]], [[2], [3], []]]]}
+HALVES = {1: [[[[0, 2, 4]]], [[[1, 3]]]], 2: [[[[4], [0]], [[2], []]], [[[], []], [[3], [1]]]]}
+"""[number of ranks] -> [mini-batch][rank][microbatch] -> positions; rank 0 has nothing of the second half."""
 
 
 def main(rank: int, num_ranks: int, folder: Path, scenario: str) -> None:
@@ -32,9 +34,14 @@ def main(rank: int, num_ranks: int, folder: Path, scenario: str) -> None:
         world_size=num_ranks,
         timeout=timedelta(seconds=60),
     )
-    learner = PolicyLearner(folder.parent / "model", sgd_config(), mesh=init_device_mesh("cpu", (num_ranks,)))
+    in_steps = scenario == "steps"
+    config = sgd_config(lr=0.15 if in_steps else 0.5)
+    learner = PolicyLearner(folder.parent / "model", config, mesh=init_device_mesh("cpu", (num_ranks,)))
     index = 5 if scenario == "disagree" and rank == 1 else 4
-    shard = shard_of(uneven_groups(), MICROBATCHES[num_ranks], rank, index)
+    minibatches = (HALVES if in_steps else WHOLE)[num_ranks]
+    shard = shard_of_minibatches(
+        uneven_groups(), minibatches, num_epochs=2 if in_steps else 1, rank=rank, index=index
+    )
     gradients = record_gradients(learner)
     report: dict[str, object] = {}
     try:

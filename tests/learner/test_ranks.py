@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import assert_gradients_close, plain_rows, uneven_groups, write_model
+from learner_cases import assert_gradients_close, plain_rows, plain_steps, uneven_groups, write_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -70,6 +70,30 @@ def test_two_ranks_take_the_step_of_one(tmp_path, kind, tied):
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "exported")
     for name, parameter in reloaded.named_parameters():
         assert torch.equal(parameter, two_weights[name]), name
+
+
+# Mutations caught: a rank without a group in a mini-batch that leaves out its forward pass, or its step (the ranks
+# hang); each rank dividing by its own tokens of a mini-batch; proximal log-probs of another step; `reduce` dividing
+# by the tokens of one epoch on one rank.
+def test_two_ranks_take_the_steps_of_one(tmp_path):
+    path = write_model(tmp_path / "model", "llama", tied=True)
+    [one] = run_ranks(tmp_path / "one", 1, "steps")
+    two = run_ranks(tmp_path / "two", 2, "steps")
+    groups = uneven_groups()
+    halves = [[groups[i] for i in (0, 2, 4)], [groups[i] for i in (1, 3)]]
+    expected, expected_metrics = plain_steps(path, halves, num_epochs=2, lr=0.15, temperature=0.7)
+    for folder, num_ranks in ((tmp_path / "one", 1), (tmp_path / "two", 2)):
+        found = whole(folder, "weights", num_ranks)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+    assert expected_metrics["actor/pg_clipfrac"] > 0
+    for metrics in (one["metrics"], two[0]["metrics"], two[1]["metrics"]):
+        assert metrics.pop("timing_s/old_log_prob") > 0
+        for name, value in expected_metrics.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert two[0]["metrics"] == two[1]["metrics"]
+    for name, value in one["metrics"].items():
+        assert two[0]["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 def test_ranks_with_different_plans_stop_and_name_both(tmp_path):

@@ -106,7 +106,8 @@ def test_a_non_finite_gradient_is_an_error_and_moves_no_weight(tmp_path):
     with one_rank(path, sgd_config(), tmp_path / "store") as learner:
         before = weights(learner)
         with pytest.raises(
-            LearnerError, match=r"version 7 is nan \(first in transformer\.model\.embed_tokens\.weight\)"
+            LearnerError,
+            match=r"version 7 is nan in step 1 \(first in transformer\.model\.embed_tokens\.weight\)",
         ):
             learner.update(shard_of(poisoned, EVERY_GROUP, index=7))
         after = weights(learner)
@@ -132,11 +133,11 @@ def test_a_shard_that_is_not_its_share_of_the_plan_is_refused(tmp_path):
     groups = uneven_groups()
     with one_rank(path, sgd_config(), tmp_path / "store") as learner:
         swapped = shard_of(groups, EVERY_GROUP)
-        swapped.microbatches[0].reverse()
-        with pytest.raises(LearnerError, match=r"the plan of batch 0 gives it \[\[10, 13, 16, 19, 22\]\]"):
+        swapped.groups.reverse()
+        with pytest.raises(LearnerError, match=r"the plan of batch 0 gives it \[10, 13, 16, 19, 22\]"):
             learner.update(swapped)
         nothing = shard_of([], [[[]]])
-        with pytest.raises(LearnerError, match="batch 0 has no trained token"):
+        with pytest.raises(LearnerError, match="mini-batch 0 of batch 0 has no trained token"):
             learner.update(nothing)
 
 

@@ -84,7 +84,8 @@ def finished(group: TrajectoryGroup) -> list[Frame]:
 
 
 def batch(*groups: TrajectoryGroup, index: int = 3) -> Batch:
-    plan = Plan(index, [g.ordinal for g in groups], [], [], [[[i] for i in range(len(groups))]])
+    of_rank = [[i] for i in range(len(groups))] or [[]]
+    plan = Plan(index, [g.ordinal for g in groups], [], [], [[of_rank]], 1)
     return Batch(plan, 0, [group_fields(g) for g in groups])
 
 
@@ -92,7 +93,7 @@ def same_group(a: TrajectoryGroup, b: TrajectoryGroup) -> bool:
     def record(group: TrajectoryGroup) -> tuple[Any, ...]:
         fields: list[Any] = []
         for t in group.trajectories:
-            fields += [t.reward, t.status, t.finish_reason, t.text, t.detail]
+            fields += [t.reward, t.status, t.finish_reason, t.text, t.detail, t.reward_components]
             for array in (t.token_ids, t.loss_mask, t.rollout_logprobs, t.policy_versions):
                 fields += [array.dtype, array.tobytes()]
         return group.ordinal, group.redraw, group.prompt_ids.tobytes(), fields, group.spans
@@ -106,6 +107,9 @@ logprob_values = st.one_of(
     st.sampled_from([0.0, -0.0, -1e-45, -1.1754942e-38, -3.4028235e38, -1e-30]),
     st.floats(max_value=0.0, allow_nan=False, allow_infinity=False, width=32),
 )
+
+
+components = st.dictionaries(st.text(max_size=4), st.floats(-1e30, 1e30), max_size=3)
 
 
 @st.composite
@@ -129,6 +133,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
         text=draw(st.text(max_size=8)),
         detail="" if status is Status.SCORED else draw(st.text(max_size=8)),
+        reward_components=draw(components) if status is Status.SCORED else {},
     )
 
 
@@ -319,8 +324,8 @@ def a_batch(**changes: Any) -> list[Frame]:
     return encode(header(body), [group])
 
 
-def plan(index: int, ordinals: list[int], shard: list[list[int]]) -> Plan:
-    return Plan(index, ordinals, [], [], [shard])
+def plan(index: int, ordinals: list[int], *minibatches: list[list[list[int]]], num_epochs: int = 1) -> Plan:
+    return Plan(index, ordinals, [], [], list(minibatches), num_epochs)
 
 
 def a_group(trajectories: list[Trajectory]) -> list[Frame]:
@@ -419,6 +424,16 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "scored without reward": (lambda: scored(reward=None), f"{T0}.reward", "None"),
     "reward without score": (lambda: scored(status=Status.ABORTED), f"{T0}.reward", "1.0"),
     "detail of a scored one": (lambda: scored(detail="why"), f"{T0}.detail", "'why'"),
+    "NaN component": (
+        lambda: scored(reward_components={"a": float("nan")}),
+        f"{T0}.reward_components.a",
+        "nan",
+    ),
+    "components without a reward": (
+        lambda: finished(changed(two_trajectories(), 1, reward_components={"a": 1.0})),
+        "body.group.trajectories[1].reward_components",
+        "{'a': 1.0}",
+    ),
     "long detail": (
         lambda: finished(changed(two_trajectories(), 1, detail="x" * 2001)),
         "body.group.trajectories[1].detail length",
@@ -459,11 +474,34 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "no credits": (lambda: encode(header(ServerHello("", 0, 5))), "body.max_groups_in_flight", "0"),
     "rank": (lambda: encode(header(RankHello("", 2, 2))), "body.rank", "2"),
     "batch rank": (lambda: a_batch(rank=1), "body.rank", "1"),
-    "batch position": (lambda: a_batch(plan=plan(3, [7], [[1]])), "body.plan.microbatches", "1"),
-    "batch groups": (lambda: a_batch(plan=plan(3, [8], [[0]])), "body.groups", "[7]"),
-    "batch index": (lambda: a_batch(plan=plan(-1, [7], [[0]])), "body.plan.index", "-1"),
+    "batch position": (lambda: a_batch(plan=plan(3, [7], [[[1]]])), "body.plan.minibatches", "[1]"),
+    "batch position twice": (
+        lambda: a_batch(plan=plan(3, [7], [[[0]]], [[[0]]])),
+        "body.plan.minibatches",
+        "[0, 0]",
+    ),
+    "batch position missing": (lambda: a_batch(plan=plan(3, [7], [[[]]])), "body.plan.minibatches", "[]"),
+    "batch without mini-batches": (lambda: a_batch(plan=plan(3, [7])), "body.plan.minibatches", "[]"),
+    "batch with unequal ranks": (
+        lambda: a_batch(plan=plan(3, [7], [[[0]], [[], []]])),
+        "body.plan.minibatches[0] lengths",
+        "[1, 2]",
+    ),
+    "batch without microbatches": (
+        lambda: a_batch(plan=plan(3, [7], [[[0]]], [[]])),
+        "body.plan.minibatches[1] lengths",
+        "[0]",
+    ),
+    "batch with fewer ranks": (
+        lambda: a_batch(plan=plan(3, [7], [[[0]]], [[[]], [[]]])),
+        "body.plan.minibatches[1] lengths",
+        "[1, 1]",
+    ),
+    "batch epochs": (lambda: a_batch(plan=plan(3, [7], [[[0]]], num_epochs=0)), "body.plan.num_epochs", "0"),
+    "batch groups": (lambda: a_batch(plan=plan(3, [8], [[[0]]])), "body.groups", "[7]"),
+    "batch index": (lambda: a_batch(plan=plan(-1, [7], [[[0]]])), "body.plan.index", "-1"),
     "batch of older version": (
-        lambda: a_batch(plan=plan(2, [7], [[0]])),
+        lambda: a_batch(plan=plan(2, [7], [[[0]]])),
         "body.groups[0].trajectories[0].policy_versions[0]",
         "3",
     ),

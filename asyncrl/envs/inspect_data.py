@@ -1,0 +1,50 @@
+"""What `asyncrl data` prints: what became of each source's rows, prompt lengths, and the first prompts as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from asyncrl.config import DataConfig
+from asyncrl.envs.dataset import Dataset, SourceCounts, TokenizedRow
+from asyncrl.envs.rows import answer_of
+from asyncrl.types import Int32
+
+NUM_IDS_SHOWN = 32
+"""Token ids printed of a prompt, from its start."""
+
+
+def describe(dataset: Dataset, data: DataConfig, num_rows: int) -> Iterator[str]:
+    """Lines of text; the first `num_rows` kept rows of each source are shown whole."""
+    for counts, part in zip(dataset.counts, dataset.parts, strict=True):
+        share = f", {counts.share:.1%} of the prompts" if len(dataset.parts) > 1 else ""
+        yield f"{counts.name}: {counts.num_kept} of {counts.num_rows} rows kept{share}"
+        yield from _dropped(counts, data)
+        yield f"  prompt tokens: {lengths_in_words(np.diff(part.starts).astype(np.int32))}"
+        for index in range(min(num_rows, len(part))):
+            yield from _row(part[index], part.rows.where(int(part.kept[index])), data)
+    if len(dataset.parts) > 1:
+        yield f"all {len(dataset.parts)} sources: {len(dataset)} of {dataset.num_rows} rows kept"
+        yield f"  prompt tokens: {lengths_in_words(dataset.prompt_lengths)}"
+
+
+def lengths_in_words(lengths: Int32) -> str:
+    """Minimum, mean, percentiles (lengths that occur) and maximum of [N] lengths."""
+    p50, p95 = np.percentile(lengths, [50, 95], method="inverted_cdf")
+    return f"min {lengths.min()}  mean {lengths.mean():.1f}  p50 {p50}  p95 {p95}  max {lengths.max()}"
+
+
+def _dropped(counts: SourceCounts, data: DataConfig) -> Iterator[str]:
+    if counts.num_filtered:
+        yield f"  {counts.num_filtered} left out by its filter"
+    if counts.num_too_long:
+        yield f"  {counts.num_too_long} longer than data.max_prompt_tokens {data.max_prompt_tokens}"
+
+
+def _row(kept: TokenizedRow, where: str, data: DataConfig) -> Iterator[str]:
+    ids = kept.token_ids.tolist()
+    more = f" ... {len(ids) - NUM_IDS_SHOWN} more" if len(ids) > NUM_IDS_SHOWN else ""
+    yield f"  {where}: {len(ids)} tokens, answer {answer_of(kept.row, data)!r}"
+    yield from (f"    | {line}" for line in kept.text.split("\n"))
+    yield f"    {' '.join(map(str, ids[:NUM_IDS_SHOWN]))}{more}"

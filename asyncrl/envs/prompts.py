@@ -1,0 +1,73 @@
+"""From a row to its prompt: the text after the chat template, and its token ids. Called by dataset.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Not AutoTokenizer: importing it imports torch, which takes seconds and hundreds of MB.
+from transformers import PreTrainedTokenizerFast
+
+from asyncrl.config import DataConfig
+from asyncrl.errors import DataError, one_line
+
+
+class PromptEncoder:
+    """Chat prompts get the template once, with the generation prompt, and no special token but its own.
+
+    String prompts are taken as they are and get the special tokens that the tokenizer adds by itself.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._data = data
+        self._tokenizer = tokenizer
+
+    def text(self, row: Mapping[str, Any], where: object) -> str:
+        """The prompt as it is tokenised. Raises DataError naming `where` when there is no template for it."""
+        prompt = self._prompt(row)
+        if isinstance(prompt, str):
+            return prompt
+        if self._tokenizer.chat_template is None:
+            raise DataError(
+                f"{where}: the prompt is a list of messages, but the tokenizer of "
+                f"{self._tokenizer.name_or_path!r} has no chat template; use a model that has one (instruct "
+                "models do), add a chat_template.jinja to its folder, or make the prompts strings"
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates raise exceptions of their own, such as "roles must alternate"
+            raise DataError(f"{where}: the chat template refuses the messages: {one_line(error)}") from error
+        assert isinstance(text, str)
+        return text
+
+    def token_ids(self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[list[int]]:
+        """Of each row, whose text is given. Called with many at once: the tokenizer works on them in parallel."""
+        token_ids: list[list[int]] = [[] for _ in rows]
+        chats = [isinstance(self._prompt(row), list) for row in rows]
+        for chat in (True, False):
+            indices = [index for index, is_chat in enumerate(chats) if is_chat is chat]
+            if not indices:
+                continue
+            encoded = self._tokenizer(
+                [texts[index] for index in indices],
+                add_special_tokens=not chat,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            for index, ids in zip(indices, encoded["input_ids"], strict=True):
+                token_ids[index] = ids
+        return token_ids
+
+    def _prompt(self, row: Mapping[str, Any]) -> Any:
+        """A string, or a list of messages with the system prompt in it."""
+        prompt = row[self._data.prompt_key]
+        if isinstance(prompt, str):
+            if not self._data.as_chat:
+                return prompt
+            prompt = [{"role": "user", "content": prompt}]
+        # Arrow gives every message the keys of all of them; templates ask whether a key is there.
+        messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        system_prompt = self._data.system_prompt
+        if system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        return messages

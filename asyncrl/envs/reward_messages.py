@@ -1,0 +1,77 @@
+"""What a reward pool and its worker processes say to each other, over the worker's stdin and stdout.
+
+    pool -> worker   RewardSpec, as JSON on the command line
+    worker -> pool   WorkerReady, once
+    pool -> worker   RewardRequest
+    worker -> pool   RewardReply, with the request's number
+
+A frame is four bytes of length (little-endian), then one msgpack message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+LENGTH_BYTES = 4
+
+
+class RewardSpec(msgspec.Struct, frozen=True):
+    """Which reward a worker runs."""
+
+    name: str
+    style: str = "auto"
+    kwargs: dict[str, Any] = {}
+    timeout_s: float = 10.0
+    """Of one call. The worker ends asynchronous calls after it; the pool kills a worker that cannot."""
+
+
+class WorkerReady(msgspec.Struct, frozen=True):
+    """The worker has the reward, or says why not. What it takes decides how the pool calls it."""
+
+    error: str = ""
+    takes_group: bool = False
+    is_async: bool = False
+    is_large: bool = False
+
+
+class RewardRequest(msgspec.Struct, frozen=True):
+    """One call: completions of one prompt, and all that a reward may ask about them."""
+
+    completions: list[str]
+    """Their texts, without special tokens: one, unless the reward takes groups."""
+    completion_ids: list[list[int]]
+    row: dict[str, Any]
+    prompt: Any = None
+    """The row's prompt: a text, or a list of chat messages."""
+    answer: Any = None
+    """What the row says is right; None where it says nothing."""
+    data_source: str = ""
+    number: int = 0
+    """Counts the requests to one process: async replies come in any order."""
+
+
+class RewardValue(msgspec.Struct, frozen=True):
+    """What a reward said of one completion."""
+
+    reward: float | None = None
+    """None where `error` says why, or where the reward does not apply."""
+    error: str = ""
+    extras: dict[str, float] = {}
+    """The other numbers of a dict with "score"."""
+
+
+class RewardReply(msgspec.Struct, frozen=True):
+    """The answer to a request: a value a completion, or why there is none."""
+
+    number: int
+    values: list[RewardValue] = []
+    error: str = ""
+    timed_out: bool = False
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """Raises TypeError or ValueError (OverflowError among them) for what msgpack cannot say."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body

@@ -1,0 +1,141 @@
+"""`model:FOLDER`: a sequence classifier of transformers as a reward, in a worker process of its own.
+
+kwargs: `device` ("cpu", "cuda:1"), `label` (which of several labels is the reward), `probability` (that label's
+softmax, or with one label its sigmoid, instead of its logit).
+
+Only `load`, in the worker, imports torch; what can be wrong with the folder is found out before, from its files.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.envs.reward_messages import RewardRequest
+from asyncrl.envs.reward_styles import Reward
+from asyncrl.errors import ConfigError
+
+MODEL_PREFIX = "model:"
+_SUFFIX = "ForSequenceClassification"
+
+
+def model_reward(name: str, kwargs: dict[str, Any]) -> Reward:
+    """The classifier of a folder, or of the Hub (fetched by the worker). Raises ConfigError; loads nothing."""
+    try:
+        inspect.signature(ModelOptions).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"reward {MODEL_PREFIX}{name}: kwargs {kwargs}: {error}") from error
+    options = ModelOptions(**kwargs)
+    folder = Path(name).expanduser()
+    takes_chat = True
+    if folder.is_dir():
+        name = str(folder)
+        _check_folder(folder, options)
+        takes_chat = _has_chat_template(folder)
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"reward {MODEL_PREFIX}{name}: not a folder; name one, or a model of the Hub")
+    classifier = Classifier(name, options)
+    return Reward(
+        classifier.score, takes_group=True, takes_chat=takes_chat, is_large=True, load=classifier.load
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """The reward's kwargs."""
+
+    device: str = "cpu"
+    label: int | None = None
+    probability: bool = False
+
+
+class Classifier:
+    """One model, loaded by `load`; `score` gives a value a completion."""
+
+    def __init__(self, name: str, options: ModelOptions) -> None:
+        self._name = name
+        self._options = options
+        self._score_texts: Callable[[list[str], bool], list[float]]
+        self._tokenizer: Any = None
+
+    def load(self) -> None:
+        """Raises ConfigError when the model cannot be loaded, or has several labels and none is chosen."""
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        try:
+            model = AutoModelForSequenceClassification.from_pretrained(self._name, use_safetensors=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(self._name)
+            model = model.to(self._options.device).eval()
+        except Exception as error:
+            raise ConfigError(f"reward {MODEL_PREFIX}{self._name}: {error}") from error
+        _check_label(self._name, model.config.num_labels, self._options)
+        tokenizer, label = self._tokenizer, self._options.label or 0
+        tokenizer.padding_side = "right"
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        model.config.pad_token_id = tokenizer.pad_token_id  # decoders score the last token that is no padding
+
+        @torch.inference_mode()
+        def score_texts(texts: list[str], add_special_tokens: bool) -> list[float]:
+            inputs = tokenizer(
+                texts, return_tensors="pt", padding=True, add_special_tokens=add_special_tokens
+            )
+            logits = model(**inputs.to(model.device)).logits.float()  # [len(texts), labels]
+            if self._options.probability:
+                logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(dim=1)
+            return logits[:, label].tolist()
+
+        self._score_texts = score_texts
+
+    def score(self, request: RewardRequest) -> list[float]:
+        """The group in one forward: prompt and completion in the classifier's own chat template and tokens."""
+        if isinstance(request.prompt, list):
+            # The template writes the special tokens.
+            return self._score_texts(
+                [self._render(request.prompt, text) for text in request.completions], False
+            )
+        return self._score_texts([request.prompt + text for text in request.completions], True)
+
+    def _render(self, prompt: list[Any], completion: str) -> str:
+        messages = [*prompt, {"role": "assistant", "content": completion}]
+        return self._tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def _check_folder(folder: Path, options: ModelOptions) -> None:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"reward {MODEL_PREFIX}{folder}: config.json: {error}") from error
+    architectures = config.get("architectures") or []
+    if not any(name.endswith(_SUFFIX) for name in architectures):
+        raise ConfigError(
+            f"reward {MODEL_PREFIX}{folder}: a {', '.join(architectures) or 'model of unknown architecture'}, "
+            f"not a sequence classifier (...{_SUFFIX})"
+        )
+    labels = config.get("id2label")
+    _check_label(str(folder), 2 if labels is None else len(labels), options)  # 2 where it says nothing
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template"))
+    except (OSError, ValueError):
+        return False
+
+
+def _check_label(name: str, num_labels: int, options: ModelOptions) -> None:
+    if options.label is None and num_labels != 1:
+        raise ConfigError(
+            f"reward {MODEL_PREFIX}{name}: it has {num_labels} labels; say which one is the reward, such as "
+            "kwargs: {label: 1}"
+        )
+    if options.label is not None and not 0 <= options.label < num_labels:
+        raise ConfigError(
+            f"reward {MODEL_PREFIX}{name}: kwargs.label {options.label}, and its labels are 0 to {num_labels - 1}"
+        )

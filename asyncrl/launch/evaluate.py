@@ -1,0 +1,200 @@
+"""`asyncrl eval CONFIG [--checkpoint FOLDER]`: a model's numbers on data.eval. One engine, no learner.
+
+Rollouts, rewards and numbers are those of the evaluations of a run; the model reaches the engine the same way,
+as a snapshot, here of a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.config import Config
+from asyncrl.coordinator.eval_side import eval_sampling
+from asyncrl.coordinator.order import eval_seed
+from asyncrl.dtypes import publish_dtype
+from asyncrl.envs.dataset import Dataset, load_tokenizer, tokenize
+from asyncrl.envs.env import Env, Rewards, SingleTurnEnv
+from asyncrl.envs.eval_report import EvalReport, evaluate
+from asyncrl.envs.reward_checks import check_rows, resolve_rewards
+from asyncrl.errors import ConfigError, EngineError, first_cause
+from asyncrl.launch.model_facts import check_length
+from asyncrl.launch.preflight import check_engine, load_eval_rows, max_sequence_tokens
+from asyncrl.launch.prepare import fetch_model
+from asyncrl.launch.resources import visible_gpus
+from asyncrl.launch.server_process import make_engine, rewards_of
+from asyncrl.rollout_server.engine import Engine
+from asyncrl.rollout_server.group_runner import run_group
+from asyncrl.stream.messages import Lease
+from asyncrl.types import TrajectoryGroup
+from asyncrl.weight_sync.manifest import Manifest, lay_out
+from asyncrl.weight_sync.shm import ShmTransport
+from asyncrl.weight_sync.snapshot import SnapshotWriter, remove_all
+
+INCARNATION = "eval"
+VERSION = 0
+"""What the folder's weights are called while they are evaluated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A model, and its numbers."""
+
+    model: str
+    report: EvalReport
+    seconds: float
+    """Of generating and scoring."""
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "num_prompts": self.report.num_prompts,
+            "num_left_out": self.report.num_left_out,
+            "seconds": self.seconds,
+            "metrics": self.report.metrics,
+        }
+
+
+def evaluate_model(config: Config, checkpoint: Path | None = None) -> Evaluated:
+    """Evaluates the config's model, or the Hugging Face folder `checkpoint`. Raises the cause of a failure.
+
+    Whatever happens, the engine has ended then, and no snapshot is left.
+    """
+
+    async def run() -> Evaluated:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await _evaluate(config, checkpoint)
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
+
+
+def print_table(evaluated: Evaluated) -> None:
+    """To stderr: stdout is the JSON's."""
+    table = Table("metric", "value")
+    for name, value in evaluated.report.metrics.items():
+        table.add_row(name, f"{value:.4f}")
+    console = Console(stderr=True)
+    console.print(table)
+    console.print(
+        f"{evaluated.model}: {evaluated.report.headline()}, {evaluated.seconds:.0f} s", markup=False
+    )
+
+
+async def _evaluate(config: Config, checkpoint: Path | None) -> Evaluated:
+    device = "cuda" if visible_gpus(config) else "cpu"
+    check_engine(config, device)
+    rows = load_eval_rows(config)
+    check_rows(config, resolve_rewards(config), rows)
+    folder = _checked(checkpoint) if checkpoint is not None else await fetch_model(config.model)
+    check_length(folder, max_sequence_tokens(config))
+    tokenizer = load_tokenizer(folder)
+    dataset = tokenize(rows, config.data, tokenizer)
+    run_id = f"eval.{secrets.token_hex(4)}"
+    engine = make_engine(config, str(folder), device)
+    try:
+        async with rewards_of(config) as rewards:
+            await engine.start()
+            await _serve(engine, config, folder, device, run_id)
+            start_s = time.monotonic()
+            groups = await _run_prompts(engine, config, dataset, SingleTurnEnv(tokenizer), rewards)
+            seconds = time.monotonic() - start_s
+    finally:
+        await engine.close()
+        remove_all(config.weight_sync.dir, run_id)
+    report = evaluate([(dataset[group.ordinal].row, group) for group in groups], config)
+    return Evaluated(str(folder), report, seconds)
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"--checkpoint {folder}: no config.json there; name a folder in Hugging Face format"
+        )
+    return folder.resolve()
+
+
+async def _serve(engine: Engine, config: Config, folder: Path, device: str, run_id: str) -> None:
+    """Brings the folder's weights into the engine, as every version comes."""
+    writer = SnapshotWriter(config.weight_sync.dir, run_id)
+    try:
+        dtype = publish_dtype(config, device)
+        manifest = await asyncio.to_thread(_write_snapshot, writer, folder, dtype)
+        staged = await ShmTransport().stage(writer.path(manifest), manifest)
+        await engine.pause()
+        await engine.apply(staged, manifest)
+        await engine.resume()
+        writer.unlink(manifest.incarnation, manifest.version)
+    finally:
+        writer.close()
+
+
+def _write_snapshot(writer: SnapshotWriter, folder: Path, dtype: str) -> Manifest:
+    """The model's parameters as transformers loads and names them, which is what a learner publishes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    parameters = dict(model.named_parameters())
+    itemsize = getattr(torch, dtype).itemsize
+    layout = lay_out(
+        ((name, tuple(p.shape), dtype, itemsize) for name, p in parameters.items()), INCARNATION, VERSION
+    )
+    writer.create(layout)
+    for entry in layout.tensors:
+        writer.write_rows(entry, 0, parameters[entry.name])
+    return writer.finish(writer.digest(layout.tensors))
+
+
+async def _run_prompts(
+    engine: Engine, config: Config, dataset: Dataset, env: Env, rewards: Rewards
+) -> list[TrajectoryGroup]:
+    """Every prompt's group, in the order of the data set. Raises EngineError when nothing moves any more."""
+    num_prompts = min(len(dataset), config.eval.max_prompts or len(dataset))
+    room = asyncio.Semaphore(max(1, 2 * engine.max_concurrent_requests // config.eval.num_samples))
+    groups: dict[int, TrajectoryGroup] = {}
+
+    async def run_prompt(row_index: int) -> None:
+        async with room:
+            kept = dataset[row_index]
+            seeds = [
+                eval_seed(config.seed, VERSION, row_index, sample)
+                for sample in range(config.eval.num_samples)
+            ]
+            lease = Lease(row_index, 0, seeds, kept.row)
+            groups[row_index] = await run_group(
+                lease, kept.token_ids, env=env, engine=engine, rewards=rewards, sampling=eval_sampling(config)
+            )
+
+    async def watch() -> None:
+        limit_s = config.timeouts.lease_s + config.timeouts.reward_s
+        seen = (-1, -1)
+        while (now := (engine.statistics().num_steps, len(groups))) != seen:
+            seen = now
+            await asyncio.sleep(limit_s)
+        raise EngineError(
+            f"no step of the engine and no reward for {limit_s:g} s (timeouts.lease_s + reward_s), with "
+            f"{len(groups)} of {num_prompts} prompts done"
+        )
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(watch())
+            async with asyncio.TaskGroup() as prompts:
+                for row_index in range(num_prompts):
+                    prompts.create_task(run_prompt(row_index))
+            watching.cancel()
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from None
+    return [groups[row_index] for row_index in range(num_prompts)]

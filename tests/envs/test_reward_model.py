@@ -1,0 +1,124 @@
+"""A sequence classifier as a reward: a tiny one with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reward_cases import in_pool, request
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from asyncrl.envs.reward_messages import RewardSpec
+from asyncrl.envs.reward_model import model_reward
+from asyncrl.envs.reward_pool import RewardPool
+from asyncrl.errors import ConfigError
+from asyncrl.models.tiny import build_tokenizer
+
+CHAT = [{"role": "user", "content": "ab"}]
+TEMPLATE = "{% for m in messages %}{{ m.content }};{% endfor %}"
+
+
+def save_classifier(folder: Path, num_labels: int, template: str | None = TEMPLATE) -> Any:
+    """Its model, and the folder in Hugging Face's layout."""
+    torch.manual_seed(num_labels)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=num_labels,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def logits(model: Any, text: str) -> torch.Tensor:
+    """[labels] of one text, alone and without padding."""
+    ids = build_tokenizer()(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        return model(ids).logits[0]
+
+
+def test_one_label_scores_the_rendered_chat_in_its_own_process(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path, num_labels=1)
+
+    async def check(pool: RewardPool) -> None:
+        assert pool.takes_group
+        outcomes = await pool.score(request("c", "dedede", row={}, prompt=CHAT))
+        # Catches: the completion alone, padding scored as the last token, answers in another order.
+        expected = [logits(model, "ab;c;").item(), logits(model, "ab;dedede;").item()]
+        assert [outcome.reward for outcome in outcomes] == pytest.approx(expected, abs=1e-5)
+        assert abs(expected[0] - expected[1]) > 1e-3
+        (plain,) = await pool.score(request("c", prompt="ab"))
+        assert plain.reward == pytest.approx(logits(model, "abc").item(), abs=1e-5)
+
+    in_pool(RewardSpec(f"model:{tmp_path}", timeout_s=60.0), check, num_workers=2)
+
+
+@pytest.mark.parametrize("probability", [False, True])
+def test_a_label_is_chosen_by_its_number(tmp_path: Path, probability: bool) -> None:
+    model = save_classifier(tmp_path, num_labels=3)
+    reward = model_reward(str(tmp_path), {"label": 1, "probability": probability})
+    reward.load()
+    (value,) = reward.call(request("c", prompt=CHAT))
+    expected = logits(model, "ab;c;")
+    expected = expected.softmax(0) if probability else expected
+    # Catches: label 0; a sigmoid of one logit among several.
+    assert value == pytest.approx(expected[1].item(), abs=1e-5)
+
+
+def test_one_label_has_a_probability_too(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path, num_labels=1)
+    reward = model_reward(str(tmp_path), {"probability": True})
+    reward.load()
+    assert reward.call(request("c", prompt=CHAT))[0] == pytest.approx(
+        logits(model, "ab;c;").sigmoid().item(), abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "kwargs", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, {}, "a LlamaForCausalLM, not a sequence classifier"),
+        ({}, {}, "it has 2 labels; say which one is the reward"),
+        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, {}, "it has 3 labels"),
+        ({}, {"label": 2}, "kwargs.label 2, and its labels are 0 to 1"),
+        ({}, {"lable": 1}, "kwargs {'lable': 1}: got an unexpected keyword argument 'lable'"),
+    ],
+)
+def test_a_folder_that_cannot_be_the_reward_is_refused_before_it_is_loaded(
+    tmp_path: Path, config: dict[str, Any], kwargs: dict[str, Any], message: str
+) -> None:
+    config = {"architectures": ["LlamaForSequenceClassification"], **config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        model_reward(str(tmp_path), kwargs)
+
+
+def test_a_folder_without_a_chat_template_takes_texts_only(tmp_path: Path) -> None:
+    save_classifier(tmp_path / "with", 1)
+    save_classifier(tmp_path / "without", 1, template=None)
+    assert [model_reward(str(tmp_path / name), {}).takes_chat for name in ("with", "without")] == [
+        True,
+        False,
+    ]
+
+
+def test_a_folder_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward model:\./no/such: not a folder"):
+        model_reward("./no/such", {})
+
+
+def test_a_device_that_is_not_there_is_refused_when_the_worker_loads_it(tmp_path: Path) -> None:
+    save_classifier(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"reward model:.*nowhere"):
+        model_reward(str(tmp_path), {"device": "nowhere"}).load()
