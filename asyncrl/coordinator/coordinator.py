@@ -48,7 +48,7 @@ class Coordinator:
     """Serves one run, from the first Hello to the last Bye."""
 
     def __init__(self, config: Config, dataset: Dataset, mailbox: Mailbox, directory: RunDirectory) -> None:
-        pacing = Pacing(config.learner.prompts_per_batch, config.max_staleness)
+        pacing = Pacing(config.learner.prompts_per_batch, config.max_staleness, config.learner.max_versions)
         self.status = RunStatus(config.learner.max_versions)
         self.ending = asyncio.Event()
         """Set when the last version is trained: from then on peers may leave."""
@@ -162,6 +162,7 @@ class Coordinator:
         while True:
             await asyncio.sleep(self._timeouts.heartbeat_s / 3)
             await self._server_side.give_up_the_lost(time.monotonic())
+            await self._learner_side.send_heartbeats()
             if self.ending.is_set():
                 self._see_who_is_left()
             else:
@@ -169,9 +170,9 @@ class Coordinator:
                 self._check_progress()
 
     def _check_progress(self) -> None:
-        """Raises PeerLost when the learner, every server, or the next version is overdue."""
+        """Raises PeerLost when the learner, every server, or any progress at all is overdue."""
         timeouts, learner = self._timeouts, self._learner_side
-        waited_s = self.status.seconds_since_version()
+        waited_s = self.status.seconds_since_progress()
         num_servers = len(self._server_side.servers)
         if learner.version < 0 and waited_s > timeouts.learner_start_s:
             raise PeerLost(
@@ -179,14 +180,17 @@ class Coordinator:
                 f"within timeouts.learner_start_s = {timeouts.learner_start_s:g} s"
             )
         alone_s = min(waited_s, time.monotonic() - self._server_side.servers.empty_since_s)
-        if not num_servers and alone_s > timeouts.engine_start_s:
+        # A server that cannot start its engine says why at engine_start_s: connect_s gives it time to.
+        limit_s = timeouts.engine_start_s + timeouts.connect_s
+        if not num_servers and alone_s > limit_s:
             raise PeerLost(
-                f"no rollout server for timeouts.engine_start_s = {timeouts.engine_start_s:g} s; start one: "
+                f"no rollout server for {limit_s:g} s (timeouts.engine_start_s + connect_s); start one: "
                 f"asyncrl rollout-server CONFIG --connect {self._mailbox.address}"
             )
-        if waited_s > timeouts.idle_s:
+        if learner.version >= 0 and num_servers and waited_s > timeouts.idle_s:
             raise PeerLost(
-                f"no version for timeouts.idle_s = {timeouts.idle_s:g} s: the learner is at {learner.version}, "
+                f"no group, no version for timeouts.idle_s = {timeouts.idle_s:g} s: the learner is at "
+                f"{learner.version}, "
                 f"{self._ledger.num_batches_formed} batches are formed, {self._ledger.num_leased} groups "
                 f"leased, {self._ledger.num_finished} finished; {num_servers} servers are at "
                 f"{[server.version for server in self._server_side.servers.all()]}"

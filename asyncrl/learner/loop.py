@@ -30,6 +30,7 @@ from asyncrl.stream.messages import (
     AnyMessage,
     Batch,
     Bye,
+    Heartbeat,
     StepReport,
     Stop,
     VersionAnnounced,
@@ -125,15 +126,16 @@ class LearnerLoop:
                 return received, received.body
         while True:
             try:
-                received = self._connection.recv(2 * self._config.timeouts.idle_s)
-            except TimeoutError:  # the coordinator itself ends a run after idle_s
+                received = self._connection.recv(self._config.timeouts.idle_s)
+            except TimeoutError:  # it sends heartbeats for as long as it works
                 raise PeerLost(
-                    f"the coordinator sent no {kind.__name__} for {2 * self._config.timeouts.idle_s:g} s "
-                    "(twice timeouts.idle_s)"
+                    f"the coordinator is silent for timeouts.idle_s = {self._config.timeouts.idle_s:g} s"
                 ) from None
             body: AnyMessage = received.body
             if isinstance(body, kind):
                 return received, body
+            if isinstance(body, Heartbeat):
+                continue
             if isinstance(body, Stop):
                 raise PeerLost(f"the coordinator ended the run: {body.error or 'no version was missing'}")
             self._waiting.append(received)

@@ -16,9 +16,10 @@ import asyncio
 import time
 import traceback
 from contextlib import suppress
+from typing import Any
 
 from asyncrl.config import Config, shared_digest
-from asyncrl.envs.env import Env, Score
+from asyncrl.envs.env import Env, RewardOutcome, Score
 from asyncrl.errors import EngineUnfit, PeerLost, SnapshotGone, WeightSyncError, first_cause, one_line
 from asyncrl.rollout_server.engine import Engine
 from asyncrl.rollout_server.group_runner import run_group
@@ -80,6 +81,7 @@ class RolloutServer:
         self._offer: WeightsOffer | None = None
         self._offered = asyncio.Event()
         self._applying = False
+        self._num_scored = 0
 
     async def run(self) -> None:
         """Returns after a normal Stop. Raises the first cause of failure, having told the coordinator."""
@@ -157,12 +159,18 @@ class RolloutServer:
             received.prompt_ids,
             env=self._env,
             engine=self._engine,
-            score=self._score,
+            score=self._count_scored,
             sampling=self._sampling,
         )
         self._outbox.add(group)
         await self._connection.send(GroupFinished(group_fields(group)), groups=[group])
         self._leases.discard(lease.ordinal)
+
+    async def _count_scored(self, completion: str, row: dict[str, Any]) -> RewardOutcome:
+        try:
+            return await self._score(completion, row)
+        finally:
+            self._num_scored += 1
 
     async def _apply_versions(self) -> None:
         """Applies the newest offered version; those that were replaced meanwhile are skipped.
@@ -246,7 +254,8 @@ class RolloutServer:
     async def _send_heartbeats(self) -> None:
         while True:
             statistics = self._engine.statistics()
-            await self._connection.send(Heartbeat(sorted(self._leases), statistics.num_steps, self._state()))
+            num_steps = statistics.num_steps + self._num_scored
+            await self._connection.send(Heartbeat(sorted(self._leases), num_steps, self._state()))
             await asyncio.sleep(self._config.timeouts.heartbeat_s / 3)
 
     def _state(self) -> str:
