@@ -163,7 +163,9 @@ def scenarios(
 ) -> st.SearchStrategy[Scenario]:
     return st.builds(
         Scenario,
-        pacing=st.builds(Pacing, st.integers(1, 6), st.sampled_from(max_staleness), st.sampled_from([10, ENDLESS])),
+        pacing=st.builds(
+            Pacing, st.integers(1, 6), st.sampled_from(max_staleness), st.sampled_from([10, ENDLESS])
+        ),
         servers=st.lists(SERVERS, min_size=1, max_size=4).map(tuple),
         num_versions=st.integers(3, 10),
         over_age=st.sampled_from(over_ages),
