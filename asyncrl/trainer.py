@@ -82,9 +82,8 @@ class Trainer:
         for name, rows in data.items():
             _put(tree, "data", {name: rows if isinstance(rows, str) else _save_rows(rows, f"{name}_dataset")})
         if reward_funcs is not None:
-            several = isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
-            functions = list(reward_funcs) if several else [reward_funcs]
-            tree["reward"] = [_name_of(function) for function in functions]
+            one = isinstance(reward_funcs, str) or not isinstance(reward_funcs, Sequence)
+            tree["reward"] = [_name_of(function) for function in ([reward_funcs] if one else reward_funcs)]
         if model is not None:
             tree["model"] = (
                 str(model) if isinstance(model, str | Path) else _save_model(model, processing_class)

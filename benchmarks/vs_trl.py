@@ -1,6 +1,6 @@
 """The same GRPO work with asyncrl and with TRL's GRPOTrainer, alternating on the same cores, on a CPU.
 
-    python benchmarks/vs_trl.py --task first_word     about 13 minutes on 2 cores
+    python benchmarks/vs_trl.py --task first_word     about 19 minutes on 2 cores
     python benchmarks/vs_trl.py --task long           about 20 minutes (half with --rounds 1)
     python benchmarks/vs_trl.py --task tiny           about 5 minutes
     python benchmarks/vs_trl.py --task first_word --probe     which mode of asyncrl is fastest; no TRL
@@ -51,7 +51,7 @@ class Task:
 
 SMOLLM2 = ("algorithm.scale=none", "learner.lr=1e-5", "learner.warmup_versions=0")
 TASKS = {
-    "first_word": Task("configs/quickstart.yaml", SMOLLM2, 5.0, "overlapped", 16, trl_steps=2, versions=6),
+    "first_word": Task("configs/quickstart.yaml", SMOLLM2, 5.0, "overlapped", 32, trl_steps=4, versions=4),
     "long": Task(
         "configs/quickstart.yaml",
         (*SMOLLM2, "data.train=stories:rows", "reward=stories:reward", "rollout.max_completion_tokens=64"),
@@ -62,7 +62,13 @@ TASKS = {
         versions=3,
     ),
     "tiny": Task(
-        "configs/tiny.yaml", ("algorithm.scale=none",), 3.0, "overlapped", 128, trl_steps=20, versions=40
+        "configs/tiny.yaml",
+        ("algorithm.scale=none",),
+        3.0,
+        "overlapped-shared-cores",
+        128,
+        trl_steps=20,
+        versions=20,
     ),
 }
 

@@ -81,6 +81,7 @@ class EvenShare:
     """Some reward that differs between completions: the share of even token numbers."""
 
     needs_group = False
+    num_finished = 0
 
     async def score_one(self, answer: Answer, row: dict[str, Any]) -> RewardOutcome:
         numbers = [int(word[1:]) for word in answer.text.split(";") if word]

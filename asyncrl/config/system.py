@@ -96,7 +96,7 @@ class ResourcesConfig(Table):
 
 
 class TimeoutsConfig(Table):
-    """Deadlines, in seconds. Every wait has one."""
+    """Deadlines, in seconds. Every wait has one, but for the model's download, which shows its progress."""
 
     engine_start_s: Seconds = 300.0
     """A rollout server's engine must be up."""
@@ -107,7 +107,7 @@ class TimeoutsConfig(Table):
     lease_s: Seconds = 60.0
     """A server whose engine makes no step for so long loses its leases."""
     idle_s: Seconds = 600.0
-    """The run ends with an error when no batch is trained for so long."""
+    """The run ends with an error when for so long no group arrives, no version is published, none committed."""
     sync_s: Seconds = 300.0
     """A server must have applied a version it began."""
     ready_s: Seconds = 60.0

@@ -64,7 +64,7 @@ class Coordinator:
         """`eval_dataset`: of data.eval; None where nothing is evaluated."""
         eval_dataset = Dataset(()) if eval_dataset is None else eval_dataset
         order = DataOrder(config.seed, dataset.sizes, dataset.weights)
-        pacing = Pacing(config.learner.prompts_per_batch, config.max_staleness)
+        pacing = Pacing(config.learner.prompts_per_batch, config.max_staleness, config.learner.max_versions)
         self.status = RunStatus(config.learner.max_versions)
         self.ending = asyncio.Event()
         """Set when the last version is trained, and evaluated: from then on peers may leave."""
@@ -89,7 +89,6 @@ class Coordinator:
             config, dataset, order, mailbox, self._ledger, self.status, directory
         )
         self._is_trained = False
-        self._evaluated_s = 0.0
         """When an evaluation was last seen to be under way."""
         self._departed = asyncio.Event()
 
@@ -222,35 +221,39 @@ class Coordinator:
         while True:
             await asyncio.sleep(self._timeouts.heartbeat_s / 3)
             await self._server_side.give_up_the_lost(time.monotonic())
+            await self._learner_side.send_heartbeats()
             await self._move_on()
             if not self._is_trained:
                 self._check_progress()
 
     def _check_progress(self) -> None:
-        """Raises PeerLost when the learner, every server, or the next version is overdue."""
+        """Raises PeerLost when the learner, every server, or any progress at all is overdue."""
         timeouts, learner = self._timeouts, self._learner_side
-        waited_s, now_s = self.status.seconds_since_version(), time.monotonic()
-        if (
-            self._evaluations.live
-        ):  # training may have to wait for them, and they have a deadline of their own
-            self._evaluated_s = now_s
+        waited_s = self.status.seconds_since_progress()
         num_servers = len(self._server_side.servers)
         if learner.version < 0 and waited_s > timeouts.learner_start_s:
             raise PeerLost(
                 f"{len(learner.ranks)} of {self._num_ranks} learner ranks came, and no version was published, "
                 f"within timeouts.learner_start_s = {timeouts.learner_start_s:g} s"
             )
-        alone_s = min(waited_s, now_s - self._server_side.servers.empty_since_s)
-        if not num_servers and alone_s > timeouts.engine_start_s:
+        alone_s = min(waited_s, time.monotonic() - self._server_side.servers.empty_since_s)
+        # A server that cannot start its engine says why at engine_start_s: connect_s gives it time to.
+        limit_s = timeouts.engine_start_s + timeouts.connect_s
+        if not num_servers and alone_s > limit_s:
             raise PeerLost(
-                f"no rollout server for timeouts.engine_start_s = {timeouts.engine_start_s:g} s; start one: "
+                f"no rollout server for {limit_s:g} s (timeouts.engine_start_s + connect_s); start one: "
                 f"asyncrl rollout-server CONFIG --connect {self._mailbox.address}"
             )
-        if min(waited_s, now_s - self._evaluated_s) > timeouts.idle_s:
+        if (
+            self._evaluations.live
+        ):  # training may have to wait for them, and they have a deadline of their own
+            self.status.record_progress()
+        elif learner.version >= 0 and num_servers and waited_s > timeouts.idle_s:
+            ledger = self._ledger
             raise PeerLost(
-                f"no version for timeouts.idle_s = {timeouts.idle_s:g} s: the learner is at {learner.version}, "
-                f"{self._ledger.num_batches_formed} batches are formed, {self._ledger.num_leased} groups "
-                f"leased, {self._ledger.num_finished} finished; {num_servers} servers are at "
+                f"no group, no version for timeouts.idle_s = {timeouts.idle_s:g} s: the learner is at "
+                f"{learner.version}, {ledger.num_batches_formed} batches are formed, {ledger.num_leased} groups "
+                f"leased, {ledger.num_finished} finished; {num_servers} servers are at "
                 f"{[server.version for server in self._server_side.servers.all()]}"
             )
 

@@ -77,9 +77,9 @@ class EvalSide:
             return None
         for server in sorted(servers, key=lambda s: (s.num_eval_leases, s.peer)):
             most = min(self._max_leases(server), self._evaluations.fair_share(server, servers))
-            if server.is_connected and server.num_eval_leases < most:
-                if granted := self._evaluations.grant(server):
-                    return server, *granted
+            is_free = server.is_connected and server.num_eval_leases < most
+            if is_free and (granted := self._evaluations.grant(server)):
+                return server, *granted
         return None
 
     def _max_leases(self, server: ServerState) -> int:

@@ -18,6 +18,7 @@ from asyncrl.run_directory import PromptText, RunDirectory
 from asyncrl.stream.codec import group_fields
 from asyncrl.stream.messages import (
     Batch,
+    Heartbeat,
     RankHello,
     RankWelcome,
     StepReport,
@@ -147,6 +148,11 @@ class LearnerSide:
         self._directory.write_trajectories(version, groups, prompts, None if limit == "all" else limit)
         self._status.record_version(version, metrics)
         return version == self._config.learner.max_versions
+
+    async def send_heartbeats(self) -> None:
+        """A rank that waits for a batch knows by them that the coordinator works."""
+        for peer in list(self.ranks.values()):
+            await self._mailbox.tell(peer, Heartbeat())
 
     def let_go(self, peer: bytes) -> None:
         """The rank said Bye."""

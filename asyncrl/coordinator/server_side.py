@@ -205,7 +205,7 @@ class ServerSide:
             raise WireError(f"{server.name} sent group {group.ordinal}, which was never leased")
         if verdict is Verdict.ACCEPTED:
             server.num_refused = 0
-            server.last_step_s = time.monotonic()  # rewards make no engine steps, but groups
+            self._status.record_progress()
             self._directory.append_spans(server.name, group.spans)
             self.num_new_tokens += sum(len(t) for t in group.trajectories)
             for trajectory in group.trajectories:

@@ -22,7 +22,7 @@ class ServerState:
     last_heard_s: float
     last_step_s: float
     """When its engine's step counter last advanced, or what it is doing last changed."""
-    engine_steps: int = 0
+    num_steps: int = 0
     state: str = "idle"
     is_connected: bool = True
     """False once a message to it found nobody."""
@@ -109,10 +109,10 @@ class Servers:
 
     def heartbeat(self, peer: bytes, heartbeat: Heartbeat, now_s: float) -> None:
         state = self._states[peer]
-        moved = heartbeat.engine_steps != state.engine_steps or heartbeat.state != state.state
+        moved = heartbeat.num_steps != state.num_steps or heartbeat.state != state.state
         if moved or heartbeat.state == "idle":
             state.last_step_s = now_s
-        state.engine_steps = heartbeat.engine_steps
+        state.num_steps = heartbeat.num_steps
         state.state = heartbeat.state
 
     def next_to_lease(self) -> list[ServerState]:

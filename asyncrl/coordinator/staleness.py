@@ -60,6 +60,8 @@ class Pacing:
     """B: groups a batch, at least 1."""
     max_staleness: int
     """S, at least 0."""
+    max_versions: int
+    """Batches of the whole run: nothing is leased beyond them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,12 @@ def num_leases_allowed(
     pacing: Pacing, *, outstanding: int, num_batches_formed: int, server_version: int
 ) -> int:
     """How many more groups pacing lets a server at `server_version` take now; never negative."""
-    limit = (pacing.max_staleness + server_version + 1) * pacing.batch_size
+    limit = min(pacing.max_staleness + server_version + 1, pacing.max_versions) * pacing.batch_size
     return max(0, limit - num_batches_formed * pacing.batch_size - outstanding)
 
 
 def can_lease(pacing: Pacing, *, outstanding: int, num_batches_formed: int, server_version: int) -> bool:
-    """Whether one more group may be leased: outstanding + k B < (S + s_j + 1) B."""
+    """Whether one more group may be leased: outstanding + k B < min(S + s_j + 1, max_versions) B."""
     allowed = num_leases_allowed(
         pacing,
         outstanding=outstanding,
@@ -106,11 +108,6 @@ def can_lease(pacing: Pacing, *, outstanding: int, num_batches_formed: int, serv
 def can_form_batch(*, num_batches_formed: int, learner_version: int) -> bool:
     """Whether the next batch may form: the learner trains batch v and holds at most one batch ahead."""
     return num_batches_formed <= learner_version + 1
-
-
-def staleness(batch_index: int, token_version: int) -> int:
-    """Age in versions of a token in batch `batch_index`."""
-    return batch_index - token_version
 
 
 def oldest_trained_version(*, batch_index: int, max_staleness: int, over_age: OverAge) -> int:

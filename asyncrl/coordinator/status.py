@@ -27,6 +27,7 @@ class RunStatus:
     """Everything that was counted instead of dropped silently."""
     started_s: float = field(default_factory=time.monotonic)
     _version_s: float = field(default_factory=time.monotonic)
+    _progress_s: float = field(default_factory=time.monotonic)
     _published: dict[str, float] = field(default_factory=dict)
     _committed: dict[str, float] = field(default_factory=dict)
 
@@ -38,13 +39,22 @@ class RunStatus:
         """Since the newest version was trained; before the first, since a server held version 0."""
         return time.monotonic() - self._version_s
 
+    def seconds_since_progress(self) -> float:
+        """Since a group arrived, a version was published or committed, or a batch was trained."""
+        return time.monotonic() - self._progress_s
+
+    def record_progress(self) -> None:
+        self._progress_s = time.monotonic()
+
     def record_version(self, version: int, metrics: dict[str, float]) -> None:
         self._version_s = time.monotonic()
+        self.record_progress()
         self.phase = "training"
         self.version = version
         self.recent.append(metrics)
 
     def record_publish(self, version: int, spans: Sequence[Span]) -> None:
+        self.record_progress()
         if version == 0:
             self.phase = "training"
         for span in spans:
@@ -53,6 +63,7 @@ class RunStatus:
                 self._published["weight_sync/bytes"] = float(span.fields["bytes"])
 
     def record_commit(self, version: int, spans: Sequence[Span]) -> None:
+        self.record_progress()
         if version == 0:  # a cold sync: no request was held up
             if self.version == 0:
                 self._version_s = time.monotonic()

@@ -58,6 +58,11 @@ class Rewards(Protocol):
         """Whether some reward is given all answers of a group at once."""
         ...
 
+    @property
+    def num_finished(self) -> int:
+        """Calls that have come back so far, whatever became of them: it grows while rewards get on."""
+        ...
+
     async def score_one(self, answer: Answer, row: dict[str, Any]) -> RewardOutcome:
         """Of the rewards that take one answer at a time."""
         ...

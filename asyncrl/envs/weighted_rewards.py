@@ -44,6 +44,7 @@ class WeightedRewards:
             for label, reward in zip(labels, config.reward, strict=True)
         ]
         self._stack = AsyncExitStack()
+        self._num_finished = 0
 
     async def __aenter__(self) -> WeightedRewards:
         """Starts a worker of each. Raises ConfigError when a reward cannot be imported or loaded."""
@@ -59,6 +60,10 @@ class WeightedRewards:
     @property
     def needs_group(self) -> bool:
         return any(reward.pool.takes_group for reward in self._rewards)
+
+    @property
+    def num_finished(self) -> int:
+        return self._num_finished
 
     async def score_one(self, answer: Answer, row: dict[str, Any]) -> RewardOutcome:
         return (await self._score([answer], row, takes_group=False))[0]
@@ -78,6 +83,7 @@ class WeightedRewards:
         ]
         async with asyncio.TaskGroup() as calls:
             tasks = [calls.create_task(reward.pool.score(request)) for reward in applying]
+        self._num_finished += len(tasks)
         by_reward = [
             [_weighted(outcome, reward) for outcome in task.result()]
             for reward, task in zip(applying, tasks, strict=True)

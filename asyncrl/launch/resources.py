@@ -65,8 +65,15 @@ def place_processes(
 
 
 def place_one_server(config: Config, *, cores: Sequence[int], gpus: Sequence[str]) -> Placement:
-    """For a server that was started by hand: all the servers' cores, and the first GPUs that are visible."""
-    return Placement(cores_of(config, "rollout-server", cores), _deal_gpus(config, gpus, 0, 1)[0])
+    """For a server that was started by hand: all the servers' cores, and the first GPUs that no rank uses.
+
+    `rollout.num_servers: 0` says that the ranks are on another node. A second server by hand needs
+    CUDA_VISIBLE_DEVICES to keep off the first one's GPUs.
+    """
+    num_ranks = config.learner.num_ranks if config.rollout.num_servers else 0
+    return Placement(
+        cores_of(config, "rollout-server", cores), _deal_gpus(config, gpus, num_ranks, 1)[num_ranks]
+    )
 
 
 def cores_of(config: Config, role: str, cores: Sequence[int]) -> tuple[int, ...]:

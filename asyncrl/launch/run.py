@@ -52,8 +52,8 @@ def run_until_done(
 ) -> Path:
     """Runs to the end and returns the run directory. Raises the first cause of failure.
 
-    `start`: the roles whose processes this one starts; the others connect by themselves. SIGTERM ends the
-    run as Ctrl-C does: with KeyboardInterrupt, once everything has ended.
+    `start`: the roles whose processes this one starts; the others connect by themselves. Ctrl-C ends the run with
+    KeyboardInterrupt, SIGTERM with SystemExit(143), once everything has ended.
     """
 
     async def run() -> Path:
@@ -64,8 +64,8 @@ def run_until_done(
 
     try:
         return asyncio.run(run())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    except asyncio.CancelledError:  # Ctrl-C is KeyboardInterrupt already
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 async def run_training(

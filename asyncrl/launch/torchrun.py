@@ -19,7 +19,7 @@ import msgspec
 from asyncrl.config import Config, dump_config
 from asyncrl.errors import ConfigError, PeerLost
 from asyncrl.launch.child import ChildSpec
-from asyncrl.launch.resources import available_cores, count_gpus
+from asyncrl.launch.resources import available_cores, count_gpus, place_processes, visible_gpus
 
 
 class Meeting(msgspec.Struct, frozen=True):
@@ -38,11 +38,20 @@ def run_as_torchrun_rank(config: Config) -> None:
             f"learner.num_ranks: {config.learner.num_ranks}, and torchrun started {num_ranks} processes; "
             "make them equal"
         )
+    take_own_cores(config, rank)
     if rank == 0:
         with coordinator_process(config) as meeting:
             _run_rank(config, rank, meeting)
     else:
         _run_rank(config, rank, None)
+
+
+def take_own_cores(config: Config, rank: int) -> None:
+    """The cores and thread counts that `asyncrl learner` would give this rank; before torch is imported."""
+    gpus = visible_gpus(config)
+    placement = place_processes(config, cores=available_cores(), gpus=gpus, start=("learner",)).learner[rank]
+    os.environ |= placement.environment() | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    os.sched_setaffinity(0, placement.cores)
 
 
 def _run_rank(config: Config, rank: int, meeting: Meeting | None) -> None:

@@ -30,6 +30,7 @@ from asyncrl.stream.messages import (
     AnyMessage,
     Batch,
     Bye,
+    Heartbeat,
     StepReport,
     Stop,
     VersionAnnounced,
@@ -135,18 +136,18 @@ class LearnerLoop:
             if isinstance(received.body, kind):
                 self._waiting.remove(received)
                 return received, received.body
-        timeouts = self._config.timeouts
-        limit_s = 2 * (timeouts.idle_s + (timeouts.eval_s if self._config.eval.every else 0.0))
         while True:
             try:
-                received = self._connection.recv(limit_s)
-            except TimeoutError:  # the coordinator itself ends a run in which nothing moves for so long
+                received = self._connection.recv(self._config.timeouts.idle_s)
+            except TimeoutError:  # it sends heartbeats for as long as it works
                 raise PeerLost(
-                    f"the coordinator sent no {kind.__name__} for {limit_s:g} s (twice timeouts.idle_s + eval_s)"
+                    f"the coordinator is silent for timeouts.idle_s = {self._config.timeouts.idle_s:g} s"
                 ) from None
             body: AnyMessage = received.body
             if isinstance(body, kind):
                 return received, body
+            if isinstance(body, Heartbeat):
+                continue
             if isinstance(body, Stop):
                 raise PeerLost(f"the coordinator ended the run: {body.error or 'no version was missing'}")
             self._waiting.append(received)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from asyncrl.config import LearnerConfig
 from asyncrl.dtypes import compute_dtype
 from asyncrl.errors import LearnerError
-from asyncrl.learner.attention import ATTENTION_NAME
+from asyncrl.learner.attention import ATTENTION_NAME, lay_out_groups
 from asyncrl.learner.logprobs import linear_logprobs
 from asyncrl.learner.packing import PackedMicrobatch
+
+HEAD_CHECK_TOKENS = 8
+"""Of one forward pass when the model is loaded."""
 
 
 class TensorShard(NamedTuple):
@@ -108,6 +111,7 @@ def load_policy(
     )
     transformer.eval()
     _check_tensors(transformer)
+    _check_head(transformer)
     policy = PolicyModel(transformer, temperature, config.logprob_chunk_tokens)
     _shard(policy, getattr(torch, compute_dtype(config, mesh.device_type)), mesh)
     return policy
@@ -133,6 +137,26 @@ def _check_supported(config: PreTrainedConfig) -> None:
         raise LearnerError(
             f"{config.model_type} attends to a sliding window of {window} tokens; packed groups support full "
             "attention only"
+        )
+
+
+@torch.no_grad()
+def _check_head(transformer: PreTrainedModel) -> None:
+    """The logits must be those of the head alone: some models scale or cap them afterwards, as vLLM does too."""
+    ids = torch.arange(HEAD_CHECK_TOKENS) % transformer.config.vocab_size
+    inputs: dict[str, Any] = {
+        "input_ids": ids[None],
+        "position_ids": torch.arange(HEAD_CHECK_TOKENS)[None],
+        "use_cache": False,
+        "group_layout": lay_out_groups([(HEAD_CHECK_TOKENS, [])], torch.device("cpu")),
+    }
+    logits = transformer(**inputs).logits
+    ours = output_head(transformer)(transformer.get_decoder()(**inputs).last_hidden_state)
+    if not torch.allclose(logits, ours, rtol=1e-4, atol=1e-4):
+        raise LearnerError(
+            f"{transformer.config.model_type} does something to its logits after the head (they differ by "
+            f"{(logits - ours).abs().max():.3g}), such as scaling or capping; the log-probs of packed groups would "
+            "be of another distribution than the rollout servers sample from"
         )
 
 

@@ -267,10 +267,9 @@ class RolloutServer:
     async def _send_heartbeats(self) -> None:
         while True:
             statistics = self._engine.statistics()
+            num_steps = statistics.num_steps + self._rewards.num_finished
             await self._connection.send(
-                Heartbeat(
-                    sorted(self._leases), statistics.num_steps, self._state(), sorted(self._eval_leases)
-                )
+                Heartbeat(sorted(self._leases), num_steps, self._state(), sorted(self._eval_leases))
             )
             await asyncio.sleep(self._config.timeouts.heartbeat_s / 3)
 

@@ -12,6 +12,7 @@ import psutil
 from asyncrl.config import RolloutConfig
 from asyncrl.errors import ConfigError
 from asyncrl.rollout_server.engine import EngineStatistics
+from asyncrl.weight_sync.vllm_plugin import IN_OUR_ENGINE
 
 MAX_BATCHED_TOKENS_CPU = 4096
 """Tokens of one engine step on a CPU, where a prompt must fit into one."""
@@ -91,6 +92,7 @@ def engine_args(
 
 def set_environment(device: str, num_workers: int) -> None:
     """What vLLM reads from the environment, for this process and those it spawns. A user's values stay."""
+    os.environ[IN_OUR_ENGINE] = "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -9,8 +9,8 @@ from asyncrl.stream.codec import WIRE_VERSION, Frame, encode
 from asyncrl.stream.messages import AnyMessage, Header, RankHello, ServerHello
 from asyncrl.types import Int32, TrajectoryGroup
 
-MAX_SENDERS = 1000
-"""Whose sequences one process follows at most."""
+MAX_SENDERS = 100_000
+"""Whose sequences one process follows at most: strangers cannot make it grow beyond some 20 MB."""
 
 
 class SequenceGap(WireError):
@@ -54,7 +54,7 @@ class SequenceCheck:
     """The sequence that each sender's next message must have. Give `check` to `decode` as its on_header.
 
     It remembers MAX_SENDERS, and forgets the one that has been silent for longest when a new one comes:
-    strangers cannot make it grow, and members, who send heartbeats, outlast them.
+    strangers cannot make it grow without end.
     """
 
     def __init__(self) -> None:

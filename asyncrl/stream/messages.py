@@ -37,12 +37,12 @@ class ServerWelcome(Message, frozen=True, tag=True):
 
 
 class Heartbeat(Message, frozen=True, tag=True):
-    """Three times per `timeouts.heartbeat_s`, from servers (and learner ranks, without leases)."""
+    """Three times per `timeouts.heartbeat_s`, from servers; from the coordinator to ranks, without fields."""
 
     leases: list[int] = []
     """Ordinals that this server works on."""
-    engine_steps: int = 0
-    """The engine's step counter: it advances while tokens are sampled."""
+    num_steps: int = 0
+    """Engine steps and finished rewards so far: it advances while the server gets on with its leases."""
     state: str = "generating"
     """generating | paused | applying | rewarding | idle"""
     eval_leases: list[tuple[int, int]] = []

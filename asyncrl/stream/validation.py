@@ -54,7 +54,7 @@ _BEFORE_WELCOME = (ServerHello, RankHello, Heartbeat, Failed, Bye)
 _HEARTBEAT_STATES = ("generating", "paused", "applying", "rewarding", "idle")
 _MINIMUMS: dict[type, dict[str, int]] = {
     ServerHello: {"max_groups_in_flight": 1, "max_unacknowledged_bytes": 1},
-    Heartbeat: {"engine_steps": 0},
+    Heartbeat: {"num_steps": 0},
     Lease: {"ordinal": 0, "redraw": 0},
     EvalLease: {"version": 0, "row_index": 0},
     EvalFinished: {"version": 0},

@@ -13,12 +13,15 @@ import threading
 from multiprocessing.util import Finalize
 
 BACKEND = "asyncrl"
+IN_OUR_ENGINE = "ASYNCRL_ENGINE"
+"""Environment variable of a rollout server: vLLM's processes below it are ours to end."""
 
 
 def register() -> None:
     """Registers the backend once, however often it is called.
 
-    It also makes vLLM's own processes end: at once when their work is done, and with their parent.
+    Below a rollout server it also makes vLLM's processes end: at once when their work is done, and with their
+    parent. Every other vLLM program of this environment, which loads the plug-in too, is left alone.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -26,7 +29,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "asyncrl.weight_sync.vllm_backend", "SnapshotWeightTransfer"
         )
-        if multiprocessing.parent_process() is not None:  # an engine core or a worker
+        if IN_OUR_ENGINE in os.environ and multiprocessing.parent_process() is not None:
             Finalize(None, leave_at_once, exitpriority=-1000)  # behind all other finalizers
             threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
 

@@ -369,7 +369,7 @@ def test_a_server_that_keeps_sending_tokens_from_the_future_is_counted_named_and
 
 def test_a_run_without_servers_says_how_to_start_one(tmp_path: Path):
     async def scenario() -> None:
-        config = make_config(tmp_path, "timeouts.engine_start_s=1")
+        config = make_config(tmp_path, "timeouts.engine_start_s=0.5", "timeouts.connect_s=0.5")
         async with running(config) as run, asyncio.timeout(DEADLINE_S):
             learner = asyncio.ensure_future(learn(run))
             with pytest.raises(PeerLost, match=rf"rollout-server CONFIG --connect {run.address}"):

@@ -9,11 +9,12 @@ from test_batches import group, trajectory
 from asyncrl.coordinator.ledger import Consumed, Ledger, Verdict
 from asyncrl.coordinator.staleness import Pacing
 
+ENDLESS = 10**9
 A, B = b"a", b"b"
 
 
 def ledger(batch_size: int = 2, max_staleness: int = 0) -> Ledger:
-    return Ledger(Pacing(batch_size, max_staleness), "mask")
+    return Ledger(Pacing(batch_size, max_staleness, ENDLESS), "mask")
 
 
 def finished(ordinal: int, version: int = 0, reward: float | None = 1.0):

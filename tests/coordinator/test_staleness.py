@@ -20,11 +20,11 @@ from asyncrl.coordinator.staleness import (
     choose_batch,
     num_leases_allowed,
     oldest_trained_version,
-    staleness,
     token_is_trained,
 )
 
 COUNTS = st.integers(0, 40)
+ENDLESS = 10**9
 
 
 # Exact claims.
@@ -32,7 +32,7 @@ COUNTS = st.integers(0, 40)
 
 def test_one_more_group_is_leased_exactly_while_outstanding_plus_batches_stay_below_the_limit():
     # Catches `<` -> `<=`, and S + s_j without + 1: the limit for B=4, S=1, s=2 is 16 groups.
-    pacing = Pacing(batch_size=4, max_staleness=1)
+    pacing = Pacing(batch_size=4, max_staleness=1, max_versions=ENDLESS)
     assert can_lease(pacing, outstanding=3, num_batches_formed=3, server_version=2)
     assert not can_lease(pacing, outstanding=4, num_batches_formed=3, server_version=2)
     assert num_leases_allowed(pacing, outstanding=0, num_batches_formed=0, server_version=0) == 8
@@ -48,12 +48,19 @@ def test_pacing_is_the_inequality_of_the_design(
     # falls below 0: `outstanding` lies within 3 groups of the limit where it can.
     limit = (max_staleness + version + 1) * batch_size
     outstanding = max(0, limit - formed * batch_size + from_limit)
-    pacing = Pacing(batch_size, max_staleness)
+    pacing = Pacing(batch_size, max_staleness, ENDLESS)
     counts = {"outstanding": outstanding, "num_batches_formed": formed, "server_version": version}
     assert can_lease(pacing, **counts) == (outstanding + formed * batch_size < limit)
     allowed = num_leases_allowed(pacing, **counts)
     assert allowed == max(0, limit - outstanding - formed * batch_size)
     assert can_lease(pacing, **counts) == (allowed > 0)
+
+
+def test_nothing_is_leased_beyond_the_last_batch():
+    # Catches pacing that goes on to S versions beyond the end: 3 batches of 4 are 12 groups, 8 are in batches.
+    pacing = Pacing(batch_size=4, max_staleness=2, max_versions=3)
+    assert can_lease(pacing, outstanding=3, num_batches_formed=2, server_version=2)
+    assert not can_lease(pacing, outstanding=4, num_batches_formed=2, server_version=2)
 
 
 def test_a_batch_forms_while_at_most_one_waits_for_the_learner():
@@ -68,7 +75,6 @@ def test_a_token_trains_up_to_and_including_the_bound_under_mask_and_always_unde
 
     assert [trained(version, "mask") for version in (2, 3, 4, 5, 6)] == [False, False, True, True, True]
     assert all(trained(version, "keep") for version in range(7))
-    assert staleness(6, 4) == 2
     assert oldest_trained_version(batch_index=6, max_staleness=2, over_age="mask") == 4
     assert oldest_trained_version(batch_index=1, max_staleness=2, over_age="mask") == 0
     assert oldest_trained_version(batch_index=6, max_staleness=2, over_age="keep") == 0
@@ -85,7 +91,7 @@ def test_the_oldest_first_versions_make_the_batch_and_ties_go_to_the_lowest_ordi
     ]
     for seed in range(24):
         random.Random(seed).shuffle(groups)
-        choice = choose_batch(groups, batch_index=6, pacing=Pacing(3, 2), over_age="mask")
+        choice = choose_batch(groups, batch_index=6, pacing=Pacing(3, 2, ENDLESS), over_age="mask")
         assert choice == BatchChoice(ordinals=(3, 5, 9), consumed_untrainable=())
 
 
@@ -97,7 +103,10 @@ def test_groups_without_a_trainable_token_are_consumed_and_do_not_count_towards_
 
     def choose(batch_size: int, over_age_rule: OverAge) -> BatchChoice:
         return choose_batch(
-            [failed, over_age, fine], batch_index=6, pacing=Pacing(batch_size, 2), over_age=over_age_rule
+            [failed, over_age, fine],
+            batch_index=6,
+            pacing=Pacing(batch_size, 2, ENDLESS),
+            over_age=over_age_rule,
         )
 
     assert choose(1, "mask") == BatchChoice(ordinals=(2,), consumed_untrainable=(0, 1))
@@ -108,7 +117,7 @@ def test_groups_without_a_trainable_token_are_consumed_and_do_not_count_towards_
 
 def test_the_worked_example_of_the_docs_holds():
     # docs/staleness.md, B=4, S=1: headroom after each step, and the batches that form.
-    pacing = Pacing(batch_size=4, max_staleness=1)
+    pacing = Pacing(batch_size=4, max_staleness=1, max_versions=ENDLESS)
 
     def headroom(outstanding: int, k: int, s: int) -> int:
         return num_leases_allowed(pacing, outstanding=outstanding, num_batches_formed=k, server_version=s)
@@ -154,7 +163,9 @@ def scenarios(
 ) -> st.SearchStrategy[Scenario]:
     return st.builds(
         Scenario,
-        pacing=st.builds(Pacing, st.integers(1, 6), st.sampled_from(max_staleness)),
+        pacing=st.builds(
+            Pacing, st.integers(1, 6), st.sampled_from(max_staleness), st.sampled_from([10, ENDLESS])
+        ),
         servers=st.lists(SERVERS, min_size=1, max_size=4).map(tuple),
         num_versions=st.integers(3, 10),
         over_age=st.sampled_from(over_ages),
@@ -189,7 +200,7 @@ def trained_ages(outcome: Outcome) -> list[int]:
     """Staleness of every stretch of tokens that trains."""
     scenario = outcome.scenario
     return [
-        staleness(batch.index, version)
+        batch.index - version
         for batch in outcome.batches
         for runs in batch.runs
         for version, _ in runs
@@ -286,7 +297,10 @@ def test_the_bounds_are_reached():
     # The properties above are about something: a slow learner meets both limits. Catches a stricter pacing
     # (S instead of S + 1 batches of work) and can_form_batch with v (never a batch ahead).
     scenario = Scenario(
-        Pacing(batch_size=4, max_staleness=2), (Server(num_slots=20),), num_versions=6, learner_ticks=1000
+        Pacing(batch_size=4, max_staleness=2, max_versions=ENDLESS),
+        (Server(num_slots=20),),
+        num_versions=6,
+        learner_ticks=1000,
     )
     seen = simulate(scenario).observations
     assert Observation(v=0, k=0, outstanding=12, lost=0) in seen
@@ -296,7 +310,7 @@ def test_the_bounds_are_reached():
 def long_tailed(over_age: Literal["mask", "drop"], max_staleness: int) -> Scenario:
     """B = 64, 64 in flight, learner as fast as generation, mean length 1000."""
     return Scenario(
-        pacing=Pacing(64, max_staleness),
+        pacing=Pacing(64, max_staleness, ENDLESS),
         servers=(Server(num_slots=64),),
         num_versions=30,
         over_age=over_age,

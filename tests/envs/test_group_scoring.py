@@ -26,6 +26,7 @@ class Recorder:
 
     def __init__(self, needs_group: bool) -> None:
         self.needs_group = needs_group
+        self.num_finished = 0
         self.calls: list[Any] = []
 
     async def score_one(self, answer: Answer, row: dict[str, Any]) -> RewardOutcome:

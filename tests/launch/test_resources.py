@@ -125,14 +125,17 @@ def test_one_core_is_shared():
     assert (placed.learner[0].cores, placed.rollout_servers[0].cores) == ((7,), (7,))
 
 
-@pytest.mark.parametrize(("num_servers", "cores"), [(1, (0, 1)), (3, (0, 1)), (0, (0, 1, 2, 3))])
-def test_a_server_started_by_hand_gets_the_servers_cores_and_its_first_gpus(
-    num_servers: int, cores: tuple[int, ...]
+@pytest.mark.parametrize(
+    ("num_servers", "cores", "gpus"),
+    [(1, (0, 1), ("5", "6")), (3, (0, 1), ("5", "6")), (0, (0, 1, 2, 3), ("4", "5"))],
+)
+def test_a_server_started_by_hand_gets_the_servers_cores_and_the_first_gpus_that_no_rank_of_its_node_uses(
+    num_servers: int, cores: tuple[int, ...], gpus: tuple[str, ...]
 ):
-    # Mutation: place it behind the learner -> gpus ("5", "6").
+    # Mutation: the first visible GPUs always -> on one node it meets the learner's rank on GPU 4.
     config = load_config(None, [f"rollout.num_servers={num_servers}", "rollout.tensor_parallel_size=2"])
     placed = place_one_server(config, cores=[0, 1, 2, 3], gpus=["4", "5", "6"])
-    assert placed == Placement(cores, ("4", "5"))
+    assert placed == Placement(cores, gpus)
 
 
 def test_cores_that_this_process_may_not_use_are_refused():

@@ -71,7 +71,8 @@ class Started:
             time.sleep(0.2)
         assert [" ".join(process.cmdline()) for process in left] == []
         appeared = set(os.listdir("/dev/shm")) - self.shm_before
-        assert {n for n in appeared if n.startswith("asyncrl-run.") or not n.startswith("asyncrl-")} == set()
+        ours = f"asyncrl-{self.run.name}."
+        assert {n for n in appeared if n.startswith(ours) or not n.startswith("asyncrl-")} == set()
 
 
 @contextlib.contextmanager
@@ -88,7 +89,7 @@ def started(tmp_path: Path, *command: str, name: str = "run") -> Iterator[Starte
             env=environment | {MARK: mark, "COLUMNS": "300"},
             start_new_session=True,
         )
-    run = Started(process, output, tmp_path / "run", mark, shm_before)
+    run = Started(process, output, tmp_path / run_name(tmp_path), mark, shm_before)
     try:
         yield run
     finally:
@@ -98,15 +99,22 @@ def started(tmp_path: Path, *command: str, name: str = "run") -> Iterator[Starte
         process.wait(timeout=10)
 
 
+def run_name(tmp_path: Path) -> str:
+    """Unlike that of any other test: files in shared memory bear it."""
+    return f"{tmp_path.parent.name}.{tmp_path.name}"
+
+
 def overrides(tmp_path: Path, *more: str) -> list[str]:
-    return ["configs/tiny.yaml", f"run.dir={tmp_path}", "run.name=run", "rollout.kv_cache_gib=0.25", *more]
+    where = [f"run.dir={tmp_path}", f"run.name={run_name(tmp_path)}"]
+    return ["configs/tiny.yaml", *where, "rollout.kv_cache_gib=0.25", *more]
 
 
 def child(run: Started, role: str) -> psutil.Process:
     """The child of the launcher that plays a role, or (engine) vLLM's engine core."""
+    below = psutil.Process(run.process.pid).children(recursive=True)
     if role == "engine":
-        return next(p for p in run.relatives() if p.name().startswith("VLLM::EngineCor"))
-    return next(p for p in run.relatives() if f'"role":"{role}"' in " ".join(p.cmdline()))
+        return next(p for p in below if p.name().startswith("VLLM::EngineCor"))
+    return next(p for p in below if f'"role":"{role}"' in " ".join(p.cmdline()))
 
 
 def test_the_tiny_model_learns_within_the_bound_and_leaves_a_whole_run_directory(tmp_path: Path):

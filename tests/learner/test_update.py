@@ -19,6 +19,7 @@ from learner_cases import (
     weights,
     write_model,
 )
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from asyncrl.config import Config, LearnerConfig
 from asyncrl.errors import LearnerError
@@ -176,6 +177,18 @@ def test_a_sliding_window_is_refused(tmp_path):
     with (
         pytest.raises(LearnerError, match="sliding window of 16 tokens"),
         one_rank(path, sgd_config(), tmp_path / "store"),
+    ):
+        pass
+
+
+def test_a_model_that_scales_its_logits_is_refused(tmp_path):
+    # Mutation caught: no check -> log-probs of a distribution 8 times as sharp as the one that was sampled.
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = GraniteConfig(vocab_size=64, num_key_value_heads=2, logits_scaling=8.0, **sizes)
+    GraniteForCausalLM(config).save_pretrained(tmp_path / "model")
+    with (
+        pytest.raises(LearnerError, match="granite does something to its logits after the head"),
+        one_rank(tmp_path / "model", sgd_config(), tmp_path / "store"),
     ):
         pass
 

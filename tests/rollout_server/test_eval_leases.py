@@ -75,6 +75,7 @@ class Half:
     """Rewards: every answer gets a half."""
 
     needs_group = False
+    num_finished = 0
 
     async def score_one(self, answer: Answer, row: dict[str, Any]) -> RewardOutcome:
         return RewardOutcome(0.5, Status.SCORED)
