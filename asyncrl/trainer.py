@@ -82,7 +82,7 @@ class Trainer:
         for name, rows in data.items():
             _put(tree, "data", {name: rows if isinstance(rows, str) else _save_rows(rows, f"{name}_dataset")})
         if reward_funcs is not None:
-            one = isinstance(reward_funcs, str) or not isinstance(reward_funcs, Sequence)
+            one = isinstance(reward_funcs, str) or callable(reward_funcs)
             tree["reward"] = [_name_of(function) for function in ([reward_funcs] if one else reward_funcs)]
         if model is not None:
             tree["model"] = (
