@@ -20,7 +20,7 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Trainer:
         self,
         model: Any = None,
         *,
-        reward_funcs: str | RewardFunction | Sequence[str | RewardFunction] | None = None,
+        reward_funcs: str | RewardFunction | list[str | RewardFunction] | None = None,
         train_dataset: str | Rows | None = None,
         eval_dataset: str | Rows | None = None,
         processing_class: Any = None,
@@ -82,8 +82,10 @@ class Trainer:
         for name, rows in data.items():
             _put(tree, "data", {name: rows if isinstance(rows, str) else _save_rows(rows, f"{name}_dataset")})
         if reward_funcs is not None:
-            one = isinstance(reward_funcs, str) or callable(reward_funcs)
-            tree["reward"] = [_name_of(function) for function in ([reward_funcs] if one else reward_funcs)]
+            several = isinstance(reward_funcs, list | tuple)
+            tree["reward"] = [
+                _name_of(function) for function in (reward_funcs if several else [reward_funcs])
+            ]
         if model is not None:
             tree["model"] = (
                 str(model) if isinstance(model, str | Path) else _save_model(model, processing_class)
