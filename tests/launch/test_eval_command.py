@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_runs import overrides, started
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_PROMPTS = 16
 EVALUATED = ["data.eval=rev4", f"eval.max_prompts={NUM_PROMPTS}"]

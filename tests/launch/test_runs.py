@@ -88,6 +88,8 @@ def started(tmp_path: Path, *command: str, name: str = "run") -> Iterator[Starte
             stderr=subprocess.STDOUT,
             env=environment | {MARK: mark, "COLUMNS": "300"},
             start_new_session=True,
+            # A shell starts what runs in its background with SIGINT ignored, and tests may be such a job.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     run = Started(process, output, tmp_path / run_name(tmp_path), mark, shm_before)
     try:
