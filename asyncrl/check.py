@@ -8,6 +8,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.envs.dataset import Dataset
+from asyncrl.envs.eval_report import num_eval_prompts
 from asyncrl.launch.model_facts import read_tensor_shapes
 from asyncrl.launch.preflight import (
     Examined,
@@ -55,10 +56,9 @@ def _data(config: Config, examined: Examined, dataset: Dataset | None, eval_data
             yield "", f"{counts.share:.1%} {counts.name}: {counts.num_kept} of {counts.num_rows} rows kept"
         if len(eval_dataset):
             yield "evaluation", _prompts(eval_dataset, config.data.max_prompt_tokens)
-            num_prompts_evaluated = min(len(eval_dataset), config.eval.max_prompts or len(eval_dataset))
             yield (
                 "",
-                f"{num_prompts_evaluated} prompts x {config.eval.num_samples} at temperature "
+                f"{num_eval_prompts(len(eval_dataset), config)} prompts x {config.eval.num_samples} at temperature "
                 f"{config.eval.temperature:g}: before training, every {config.eval.every} versions, at the end",
             )
     needed = config.learner.prompts_per_batch * config.learner.max_versions

@@ -98,9 +98,8 @@ def evaluate(
     from asyncrl.launch.evaluate import evaluate_model, print_table
 
     path, words = split_arguments(config, overrides)
-    loaded = load_config(
-        path, ["eval.every=1", *words]
-    )  # so that data.eval must be there; how often is not read
+    # So that data.eval must be there; how often is not read.
+    loaded = load_config(path, ["eval.every=1", *words])
     result = evaluate_model(loaded, checkpoint)
     print_table(result)
     text = json.dumps(result.as_json(), indent=2)

@@ -32,6 +32,7 @@ from asyncrl.coordinator.server_side import ServerSide
 from asyncrl.coordinator.staleness import OverAge, Pacing
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.envs.dataset import Dataset
+from asyncrl.envs.eval_report import num_eval_prompts
 from asyncrl.errors import PeerLost, WireError, first_cause, last_line
 from asyncrl.run_directory import RunDirectory
 from asyncrl.stream.codec import Received
@@ -70,13 +71,12 @@ class Coordinator:
         """Set when the last version is trained, and evaluated: from then on peers may leave."""
         self._timeouts = config.timeouts
         self._num_ranks = config.learner.num_ranks
-        self._max_versions = config.learner.max_versions
         self._mailbox = mailbox
         over_age: OverAge = "keep" if config.over_age == "keep" else "mask"  # the only two that are built
         self._ledger = Ledger(pacing, over_age)
         self._evaluations = Evaluations(
             config.eval,
-            num_prompts=min(len(eval_dataset), config.eval.max_prompts or len(eval_dataset)),
+            num_prompts=num_eval_prompts(len(eval_dataset), config),
             max_versions=config.learner.max_versions,
         )
         self._server_side = ServerSide(
@@ -89,7 +89,7 @@ class Coordinator:
             config, dataset, order, mailbox, self._ledger, self.status, directory
         )
         self._is_trained = False
-        """When an evaluation was last seen to be under way."""
+        """Whether the last version is."""
         self._departed = asyncio.Event()
 
     async def run(self) -> None:
@@ -147,11 +147,10 @@ class Coordinator:
         is_needed = self._evaluations.needs_snapshot(self._learner_side.published_version, servers)
         await self._learner_side.record(now_s, snapshot_is_needed=is_needed)
         await self._learner_side.form_batches()
-        if self._ledger.num_batches_formed < self._max_versions:
-            await self._server_side.lease()
+        await self._server_side.lease()
         await self._eval_side.lease(servers)
 
-    async def _end_if_done(self) -> None:
+    def _end_if_done(self) -> None:
         if self._is_trained and self._eval_side.is_done:
             self.ending.set()
 
@@ -182,7 +181,7 @@ class Coordinator:
                 await self._server_side.offer(self._learner_side.published(published))
             case StepReport() as report if peer == ranks.get(0):
                 self._is_trained = self._learner_side.reported(report, self._server_metrics())
-                await self._end_if_done()
+                self._end_if_done()
             case body:
                 await self._mailbox.tell(peer, Stop("the coordinator does not know this process (any more)"))
                 self._mailbox.forget(peer)

@@ -124,7 +124,7 @@ class EvalSide:
         for server in servers:
             self._count_leases(server)
 
-    async def report(self, reported: Callable[[], Awaitable[None]]) -> None:
+    async def report(self, reported: Callable[[], None]) -> None:
         """Runs until cancelled: writes down each evaluation that has ended, then calls `reported`."""
         while True:
             evaluation = await self._ended.get()
@@ -135,7 +135,7 @@ class EvalSide:
             report = await asyncio.to_thread(self._report, evaluation, kept)
             self._write(evaluation, kept, report, seconds)
             self._num_unreported -= 1
-            await reported()
+            reported()
 
     def _report(
         self, evaluation: Evaluation, kept: list[tuple[TokenizedRow, TrajectoryGroup]]

@@ -14,7 +14,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.envs.eval_metrics import flat_metrics, source_metrics
 from asyncrl.envs.gsm8k import flexible_number, strict_number
-from asyncrl.envs.rows import lookup
+from asyncrl.envs.rows import source_of
 from asyncrl.types import Status, Trajectory, TrajectoryGroup
 
 UNKNOWN_SOURCE = "unknown"
@@ -55,12 +55,9 @@ class EvalReport:
         return f"{', '.join(shown) or 'no numbers'} ({self.num_prompts} prompts{left_out})"
 
 
-def source_of(row: Mapping[str, Any], config: Config) -> str:
-    """Where the row is from: its column `data.source_key`."""
-    try:
-        return str(lookup(row, config.data.source_key))
-    except KeyError:
-        return UNKNOWN_SOURCE
+def num_eval_prompts(num_rows: int, config: Config) -> int:
+    """How many rows of data.eval an evaluation takes: the first `eval.max_prompts`, or all."""
+    return min(num_rows, config.eval.max_prompts or num_rows)
 
 
 def evaluate(prompts: Sequence[tuple[Mapping[str, Any], TrajectoryGroup]], config: Config) -> EvalReport:
@@ -69,7 +66,7 @@ def evaluate(prompts: Sequence[tuple[Mapping[str, Any], TrajectoryGroup]], confi
     num_left_out = 0
     for row, group in prompts:
         if all(t.status is Status.SCORED for t in group.trajectories):
-            by_source.setdefault(source_of(row, config), []).append(group)
+            by_source.setdefault(source_of(row, config.data, UNKNOWN_SOURCE), []).append(group)
         else:
             num_left_out += 1
     trajectories = [t for _, group in prompts for t in group.trajectories]

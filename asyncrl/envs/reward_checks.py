@@ -9,8 +9,8 @@ from asyncrl.config import Config, RewardConfig
 from asyncrl.envs.gsm8k import gold_number
 from asyncrl.envs.reward_styles import Reward
 from asyncrl.envs.rewards import resolve_reward
-from asyncrl.envs.rows import answer_of
-from asyncrl.envs.weighted_rewards import applies, reward_spec, source_of
+from asyncrl.envs.rows import answer_of, source_of
+from asyncrl.envs.weighted_rewards import applies, reward_spec
 from asyncrl.errors import ConfigError, DataError
 
 

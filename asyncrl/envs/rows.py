@@ -35,6 +35,14 @@ def lookup(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+def source_of(row: Mapping[str, Any], data: DataConfig, default: str = "") -> str:
+    """Where the row is from: its column `data.source_key`, or `default` where it does not say."""
+    try:
+        return str(lookup(row, data.source_key))
+    except KeyError:
+        return default
+
+
 def answer_of(row: Mapping[str, Any], data: DataConfig) -> Any:
     """What the row's completions are compared with: `data.answer_key`, else verl's ground truth, else None."""
     for path in (data.answer_key, GROUND_TRUTH):

@@ -9,18 +9,18 @@ One that fails leaves the completion without a reward: half a sum is not a small
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config import Config, DataConfig, RewardConfig
+from asyncrl.config import Config, RewardConfig
 from asyncrl.envs.env import Answer, RewardOutcome
 from asyncrl.envs.group_scoring import add_outcomes
 from asyncrl.envs.reward_messages import RewardRequest, RewardSpec
 from asyncrl.envs.reward_pool import RewardPool
 from asyncrl.envs.rewards import reward_labels
-from asyncrl.envs.rows import answer_of, lookup
+from asyncrl.envs.rows import answer_of, source_of
 from asyncrl.types import Status
 
 NOTHING_APPLIES = RewardOutcome(None, Status.SCORED)
@@ -106,14 +106,6 @@ class WeightedRewards:
 def reward_spec(reward: RewardConfig, timeout_s: float) -> RewardSpec:
     """What a worker of this reward is told."""
     return RewardSpec(reward.name, reward.style, reward.kwargs, timeout_s)
-
-
-def source_of(row: Mapping[str, Any], data: DataConfig) -> str:
-    """Where the row is from: its column `data.source_key`; empty where it does not say."""
-    try:
-        return str(lookup(row, data.source_key))
-    except KeyError:
-        return ""
 
 
 def applies(reward: RewardConfig, data_source: str) -> bool:

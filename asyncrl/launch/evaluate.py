@@ -22,7 +22,7 @@ from asyncrl.coordinator.order import eval_seed
 from asyncrl.dtypes import publish_dtype
 from asyncrl.envs.dataset import Dataset, load_tokenizer, tokenize
 from asyncrl.envs.env import Env, Rewards, SingleTurnEnv
-from asyncrl.envs.eval_report import EvalReport, evaluate
+from asyncrl.envs.eval_report import EvalReport, evaluate, num_eval_prompts
 from asyncrl.envs.reward_checks import check_rows, resolve_rewards
 from asyncrl.errors import ConfigError, EngineError, first_cause
 from asyncrl.launch.model_facts import check_length
@@ -161,7 +161,7 @@ async def _run_prompts(
     engine: Engine, config: Config, dataset: Dataset, env: Env, rewards: Rewards
 ) -> list[TrajectoryGroup]:
     """Every prompt's group, in the order of the data set. Raises EngineError when nothing moves any more."""
-    num_prompts = min(len(dataset), config.eval.max_prompts or len(dataset))
+    num_prompts = num_eval_prompts(len(dataset), config)
     room = asyncio.Semaphore(max(1, 2 * engine.max_concurrent_requests // config.eval.num_samples))
     groups: dict[int, TrajectoryGroup] = {}
 

@@ -84,8 +84,9 @@ class LearnerLoop:
     def _wait_for_stop(self) -> None:
         limit_s = 3 * self._config.timeouts.eval_s
         try:
-            while not isinstance(body := self._connection.recv(limit_s).body, Stop):
-                pass  # nothing else is of use after the last version
+            body = self._connection.recv(limit_s).body
+            while not isinstance(body, Stop):  # nothing else is of use after the last version
+                body = self._connection.recv(limit_s).body
         except TimeoutError:  # the coordinator itself cuts an evaluation after twice that
             raise PeerLost(
                 f"the coordinator did not end the run for {limit_s:g} s (3 x timeouts.eval_s) after the last version"
