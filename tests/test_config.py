@@ -58,6 +58,16 @@ def test_overrides_win_over_the_file_and_numbers_without_a_dot_are_numbers():
     assert load_config(None, ["algorithm.correction.cap=3"]).algorithm.correction.cap == 3.0
 
 
+def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Path):
+    # Mutations: dump with YAML 1.1's rules -> 12e4 comes back as a number, in every process of the run; leave its
+    # dates -> a run cannot be called by the day.
+    config = load_config(None, ["run.name='12e4'", "run.project=2026-11-30", "rollout.stop=['1e5', '.5']"])
+    assert (config.run.name, config.run.project) == ("12e4", "2026-11-30")
+    dumped = tmp_path / "config.yaml"
+    dumped.write_text(dump_config(config))
+    assert load_config(dumped) == config
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -122,6 +132,13 @@ def test_a_file_that_is_not_a_config_is_refused(text: str, says: str, tmp_path: 
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         load_config(path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
+    # Mutation: catch only what open raises -> UnicodeDecodeError without the file's name.
+    (tmp_path / "model.safetensors").write_bytes(b"\x80\xff")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: is no text .*; name a YAML file"):
+        load_config(tmp_path / "model.safetensors")
 
 
 def test_the_shared_digest_ignores_what_each_side_may_choose_and_nothing_else():
