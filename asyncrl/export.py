@@ -102,10 +102,9 @@ def export_folder(source: Path, out: Path, dtype: str | None = None) -> int:
 def find_source(path: Path) -> ExportSource:
     """What `path` is: a run directory, or a model's folder (which may be a run's). Raises ConfigError."""
     if (path / "config.json").is_file():
-        run = path.resolve().parent  # others may have a config.yaml too
-        is_run = path.resolve().name == "model" and all(
-            (run / name).is_file() for name in ("config.yaml", "metrics.jsonl")
-        )
+        run = path.resolve().parent
+        # Others may have a config.yaml too.
+        is_run = all((run / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
         return ExportSource(path, run if is_run else None)
     if not (path / "config.yaml").is_file():
         raise ConfigError(
