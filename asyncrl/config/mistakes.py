@@ -8,42 +8,21 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from asyncrl.config.renames import RENAMES
 from asyncrl.config.table import all_keys, nested_tables
 from asyncrl.config.tree import Config
-
-NAMES_ELSEWHERE = {
-    "train_batch_size": "learner.prompts_per_batch",
-    "n": "rollout.group_size",
-    "num_generations": "rollout.group_size",
-    "max_response_length": "rollout.max_completion_tokens",
-    "max_completion_length": "rollout.max_completion_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "total_training_steps": "learner.max_versions",
-    "max_steps": "learner.max_versions",
-    "ppo_mini_batch_size": "learner.minibatches, their number",
-    "ppo_epochs": "learner.epochs",
-    "num_iterations": "learner.epochs",
-    "ppo_max_token_len_per_gpu": "learner.max_tokens_per_microbatch",
-    "learning_rate": "learner.lr",
-    "clip_ratio_high": "algorithm.clip_high",
-    "epsilon_high": "algorithm.clip_high",
-    "clip_ratio_low": "algorithm.clip_low",
-    "epsilon": "algorithm.clip_low",
-    "scale_rewards": "algorithm.scale",
-    "staleness_threshold": "max_staleness",
-    "max_off_policy_steps": "max_staleness",
-    "test_freq": "eval.every",
-}
-"""What verl, TRL and AReaL call a key."""
 
 
 def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
     """One line a mistake: key, value, what is wrong, and what the key means where pydantic only names a type."""
-    for item in error.errors():
+    items = error.errors()
+    for item in items:
         path = _key_path(item["loc"], tree)
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            yield f"{path}: unknown key{_did_you_mean(path)}"
+            yield from (f"{key}: unknown key{_did_you_mean(key)}" for key in _unknown(path, item["input"]))
+        elif item["type"] == "too_short" and any(_is_inside(other["loc"], item["loc"]) for other in items):
+            pass  # pydantic counts only the items that are right
         elif not path:
             yield message
         elif item["type"] == "value_error":
@@ -51,6 +30,10 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
             yield f"{path}: {value}{message}"
         else:
             yield f"{path}: {item['input']!r}: {message}{_meaning(path)}"
+
+
+def _is_inside(location: tuple[int | str, ...], table: tuple[int | str, ...]) -> bool:
+    return len(location) > len(table) and location[: len(table)] == table
 
 
 def _meaning(path: str) -> str:
@@ -86,17 +69,40 @@ def _without_indices(path: str) -> str:
     return ".".join(part for part in path.split(".") if not part.isdigit())
 
 
+def _unknown(path: str, value: Any) -> Iterator[str]:
+    """The key itself; of a table that resembles none, such as verl's `trainer`, every key in it."""
+    if isinstance(value, dict) and value and not _nearest(path):
+        for key, item in value.items():
+            yield from _unknown(f"{path}.{key}", item)
+    else:
+        yield path
+
+
 def _did_you_mean(path: str) -> str:
     """What the key is called here, then the nearest of its own table, then the same word in another one."""
+    key = _without_indices(path)
+    last, last_two = key.rpartition(".")[2], ".".join(key.split(".")[-2:])
+    if renamed := RENAMES.get(last_two) or RENAMES.get(last):
+        return f"; here it is {renamed}"
     known = sorted(set(all_keys(Config)))
-    parent, _, key = _without_indices(path).rpartition(".")
-    siblings = [k for k in known if k.rpartition(".")[0] == parent]
-    if key in NAMES_ELSEWHERE:
-        return f"; here it is {NAMES_ELSEWHERE[key]}"
-    near = difflib.get_close_matches(key, [s.rpartition(".")[2] for s in siblings], n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {parent + '.' if parent else ''}{near[0]}?"
-    elsewhere = [k for k in known if k.rpartition(".")[2] == key]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
-    return f"; {parent or 'the top level'} has: {', '.join(s.rpartition('.')[2] for s in siblings)}"
+    elsewhere = [k for k in known if k.endswith(f".{last_two}") or k == last_two]
+    elsewhere += [k for k in known if k.rpartition(".")[2] == last]
+    if found := _nearest(path) or next(iter(elsewhere), ""):
+        return f"; did you mean {found}?"
+    parent = key.rpartition(".")[0]
+    if siblings := _siblings(parent):
+        return f"; {parent or 'the top level'} has: {', '.join(siblings)}"
+    return "; no key here resembles it: leave it out, or look into `asyncrl schema`"
+
+
+def _nearest(path: str) -> str:
+    """The key of the same table that is spelt most like it; empty when none is."""
+    parent, _, last = _without_indices(path).rpartition(".")
+    near = difflib.get_close_matches(last, _siblings(parent), n=1, cutoff=0.6)
+    return ".".join([parent, *near] if parent else near) if near else ""
+
+
+def _siblings(parent: str) -> list[str]:
+    """The keys of the table `parent`; empty when there is no such table."""
+    known = sorted(set(all_keys(Config)))
+    return [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]
