@@ -41,7 +41,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 def split_arguments(config: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
     """The config file may be left out: then the first word is an override already."""
     words = list(overrides or [])
-    if config is not None and "=" in str(config):
+    if config is not None and "=" in str(config) and not config.is_file():
         return None, [str(config), *words]
     return config, words
 
