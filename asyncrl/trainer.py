@@ -116,7 +116,7 @@ def _check_caller() -> None:
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("asyncrl.envs."):
             raise ConfigError(
-                "this file starts a run while its reward is imported from it; put what starts the run under "
+                "this file starts a run while its reward or data is imported from it; put what starts the run under "
                 '`if __name__ == "__main__":`'
             )
         frame = frame.f_back
