@@ -43,7 +43,8 @@ class LearnerConfig(Table):
     logprob_chunk_tokens: Positive = 1024
     """Rows of logits held at once when log-probs are computed. Tokens."""
     export: bool = True
-    """Write the last version in Hugging Face format to `<run>/model` at the end."""
+    """Write the last version in Hugging Face format to `<run>/model` at the end, in the publish dtype: what the
+    engines served. (`asyncrl export --dtype` casts.)"""
 
 
 class CheckpointConfig(Table):

@@ -16,15 +16,16 @@ from asyncrl.errors import LearnerError
 from asyncrl.models.companions import copy_companions
 
 
-def export_model(transformer: PreTrainedModel, model_path: Path, folder: Path, *, is_writer: bool) -> None:
+def export_model(
+    transformer: PreTrainedModel, model_path: Path, folder: Path, *, dtype: torch.dtype, is_writer: bool
+) -> None:
     """Gathers the sharded model, tensor by tensor, and writes it to `folder` on the rank that is the writer.
 
-    The tensors have the dtype of the original checkpoint (float32 where its config names none). Collective:
-    every rank holds one full tensor at a time, the writer all of them in host memory. The folder appears at
-    once, complete. Raises LearnerError on the writer when `folder` exists.
+    `dtype`: the publish dtype, so that the folder holds bit for bit what the engines served and what was
+    evaluated. Collective: every rank holds one full tensor at a time, the writer all of them in host memory.
+    The folder appears at once, complete. Raises LearnerError on the writer when `folder` exists.
     """
     config = AutoConfig.from_pretrained(model_path)
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     state: dict[str, Tensor] = {}
     for name, parameter in transformer.named_parameters():
         sharded: Tensor = parameter

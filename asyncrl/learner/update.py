@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from asyncrl.algorithms.recipe import LossSums, TokenBatch
 from asyncrl.algorithms.registry import build_recipe
 from asyncrl.config import Config
+from asyncrl.dtypes import publish_dtype
 from asyncrl.errors import LearnerError
 from asyncrl.learner.export import export_model
 from asyncrl.learner.finite import first_non_finite, shard_norms
@@ -43,6 +44,7 @@ class PolicyLearner:
         self._mesh = mesh
         self._group = mesh.get_group()
         self._device = torch.device(mesh.device_type)
+        self._publish_dtype: torch.dtype = getattr(torch, publish_dtype(config, mesh.device_type))
         self._recipe = build_recipe(config.algorithm)
         self._policy = load_policy(
             model_path, config.learner, temperature=config.rollout.temperature, mesh=mesh
@@ -104,7 +106,10 @@ class PolicyLearner:
 
     def export(self, folder: Path) -> None:
         """Rank 0 writes the model to `folder`, which must not exist, in Hugging Face format. Collective."""
-        export_model(self._policy.transformer, self._model_path, folder, is_writer=self._mesh.get_rank() == 0)
+        is_writer = self._mesh.get_rank() == 0
+        export_model(
+            self._policy.transformer, self._model_path, folder, dtype=self._publish_dtype, is_writer=is_writer
+        )
 
     def _check_shard(self, shard: Shard) -> None:
         plan, rank = shard.plan, self._mesh.get_local_rank()

@@ -9,20 +9,29 @@ import torch
 from learner_cases import one_rank, sgd_config, shard_of, uneven_groups, weights, write_model
 from transformers import AutoModelForCausalLM
 
+from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import LearnerError
 
 
 @pytest.mark.parametrize(
-    ("tied", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)]
+    ("tied", "original", "published"),
+    [
+        (True, torch.float32, torch.float32),
+        (False, torch.float32, torch.bfloat16),
+        (True, torch.bfloat16, torch.float32),
+    ],
 )
-def test_exported_model_reloads_bitwise(tmp_path, tied, dtype):
-    # Mutations caught: exporting the initial weights; a head that is saved twice or not at all; float32 files
-    # under a bfloat16 config.
-    path = write_model(tmp_path / "model", "llama", tied, dtype)
+def test_exported_model_reloads_bitwise_in_the_publish_dtype(tmp_path, tied, original, published):
+    # Mutations caught: exporting the initial weights; a head that is saved twice or not at all; the original
+    # checkpoint's dtype (what was served and evaluated would be rounded, or a config would lie about its files).
+    path = write_model(tmp_path / "model", "llama", tied, original)
     (path / "tokenizer_config.json").write_text('{"marker": 1}')
     (path / "chat_template.jinja").write_text("{{ messages }}")
     folder = tmp_path / "runs" / "exported"
-    with one_rank(path, sgd_config(), tmp_path / "store") as learner:
+    config = sgd_config().model_copy(
+        update={"weight_sync": WeightSyncConfig(dtype=str(published).removeprefix("torch."))}
+    )
+    with one_rank(path, config, tmp_path / "store") as learner:
         initial = weights(learner)
         learner.update(shard_of(uneven_groups(), [[[0, 1, 2, 3, 4]]]))
         trained = weights(learner)
@@ -32,8 +41,8 @@ def test_exported_model_reloads_bitwise(tmp_path, tied, dtype):
     found = dict(reloaded.named_parameters())
     assert set(found) == set(trained)
     for name, tensor in trained.items():
-        assert found[name].dtype == dtype
-        assert torch.equal(found[name], tensor.to(dtype)), name
+        assert found[name].dtype == published
+        assert torch.equal(found[name], tensor.to(published)), name
     assert (folder / "tokenizer_config.json").read_text() == '{"marker": 1}'
     assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is tied
