@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.envs.reward_messages import RewardRequest
+from asyncrl.envs.reward_messages import RewardRequest, RewardTraits
 from asyncrl.envs.reward_styles import Reward
 from asyncrl.errors import ConfigError
 
@@ -39,9 +39,8 @@ def model_reward(name: str, kwargs: dict[str, Any]) -> Reward:
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"reward {MODEL_PREFIX}{name}: not a folder; name one, or a model of the Hub")
     classifier = Classifier(name, options)
-    return Reward(
-        classifier.score, takes_group=True, takes_chat=takes_chat, is_large=True, load=classifier.load
-    )
+    traits = RewardTraits(takes_group=True, takes_chat=takes_chat, is_large=True)
+    return Reward(classifier.score, traits, classifier.load)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_the_reward_is_refused_before_it_is_loaded(
 def test_a_folder_without_a_chat_template_takes_texts_only(tmp_path: Path) -> None:
     save_classifier(tmp_path / "with", 1)
     save_classifier(tmp_path / "without", 1, template=None)
-    assert [model_reward(str(tmp_path / name), {}).takes_chat for name in ("with", "without")] == [
+    assert [model_reward(str(tmp_path / name), {}).traits.takes_chat for name in ("with", "without")] == [
         True,
         False,
     ]
