@@ -9,6 +9,7 @@ from asyncrl.config import Config, RewardConfig
 from asyncrl.envs.gsm8k import gold_number
 from asyncrl.envs.reward_import import import_traits
 from asyncrl.envs.reward_messages import RewardTraits
+from asyncrl.envs.reward_model import MODEL_PREFIX, find_model
 from asyncrl.envs.rewards import resolve_reward, runs_user_code
 from asyncrl.envs.rows import answer_of, source_of
 from asyncrl.envs.weighted_rewards import applies, reward_spec
@@ -29,6 +30,14 @@ def resolve_rewards(config: Config) -> list[RewardTraits]:
     return [
         import_traits(spec) if runs_user_code(spec.name) else resolve_reward(spec).traits for spec in specs
     ]
+
+
+def models_to_fetch(config: Config) -> list[str]:
+    """Reward models of the Hub that are not here yet: of those nothing can be checked. Raises ConfigError."""
+    names = [
+        own.name.removeprefix(MODEL_PREFIX) for own in config.reward if own.name.startswith(MODEL_PREFIX)
+    ]
+    return [name for name in names if find_model(name) is None]
 
 
 def check_rows(config: Config, rewards: Sequence[RewardTraits], sources: Iterable[LocatedRows]) -> None:

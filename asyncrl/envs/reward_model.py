@@ -1,9 +1,10 @@
 """`model:FOLDER`: a sequence classifier of transformers as a reward, in a worker process of its own.
 
-kwargs: `device` ("cpu", "cuda:1"), `label` (which of several labels is the reward), `probability` (that label's
-softmax, or with one label its sigmoid, instead of its logit).
+kwargs: `device` ("cpu", "cuda": the rollout server's first GPU), `label` (which of several labels is the reward),
+`probability` (that label's softmax, or with one label its sigmoid, instead of its logit).
 
-Only `load`, in the worker, imports torch; what can be wrong with the folder is found out before, from its files.
+Only `load`, in the worker, imports torch; what can be wrong with the folder is found out before, from its files. A
+model of the Hub is fetched before anything starts (launch/prepare.py), and the worker loads what is there then.
 """
 
 from __future__ import annotations
@@ -18,29 +19,42 @@ from typing import Any
 from asyncrl.envs.reward_messages import RewardRequest, RewardTraits
 from asyncrl.envs.reward_styles import Reward
 from asyncrl.errors import ConfigError
+from asyncrl.hub import hub_folder, is_hub_name
 
 MODEL_PREFIX = "model:"
 _SUFFIX = "ForSequenceClassification"
 
 
 def model_reward(name: str, kwargs: dict[str, Any]) -> Reward:
-    """The classifier of a folder, or of the Hub (fetched by the worker). Raises ConfigError; loads nothing."""
+    """The classifier of a folder, or of the Hub. Raises ConfigError; loads and fetches nothing.
+
+    Of a model that is not here yet (`find_model`) nothing is known, and `load` refuses it.
+    """
     try:
         inspect.signature(ModelOptions).bind(**kwargs)
     except TypeError as error:
         raise ConfigError(f"reward {MODEL_PREFIX}{name}: kwargs {kwargs}: {error}") from error
     options = ModelOptions(**kwargs)
-    folder = Path(name).expanduser()
-    takes_chat = True
-    if folder.is_dir():
-        name = str(folder)
-        _check_folder(folder, options)
-        takes_chat = _has_chat_template(folder)
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"reward {MODEL_PREFIX}{name}: not a folder; name one, or a model of the Hub")
-    classifier = Classifier(name, options)
+    folder = find_model(name)
+    if folder is not None:
+        _check_folder(name, folder, options)
+    classifier = Classifier(name, folder, options)
+    takes_chat = folder is None or _has_chat_template(folder)
     traits = RewardTraits(takes_group=True, takes_chat=takes_chat, is_large=True)
     return Reward(classifier.score, traits, classifier.load)
+
+
+def find_model(name: str) -> Path | None:
+    """The folder of that name, or of the Hub's model in its cache; None while that is not here.
+
+    Raises ConfigError for what is neither a folder nor a name of the Hub.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not is_hub_name(name):
+        raise ConfigError(f"reward {MODEL_PREFIX}{name}: not a folder; name one, or a model of the Hub")
+    return hub_folder(name, local_files_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +69,23 @@ class ModelOptions:
 class Classifier:
     """One model, loaded by `load`; `score` gives a value a completion."""
 
-    def __init__(self, name: str, options: ModelOptions) -> None:
+    def __init__(self, name: str, folder: Path | None, options: ModelOptions) -> None:
         self._name = name
+        self._folder = folder
         self._options = options
         self._score_texts: Callable[[list[str], bool], list[float]]
         self._tokenizer: Any = None
 
     def load(self) -> None:
-        """Raises ConfigError when the model cannot be loaded, or has several labels and none is chosen."""
+        """Raises ConfigError when the model is not here, cannot be loaded, or has several labels and none is chosen."""
+        if self._folder is None:
+            raise ConfigError(f"reward {MODEL_PREFIX}{self._name}: not in the Hub's cache of this machine")
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         try:
-            model = AutoModelForSequenceClassification.from_pretrained(self._name, use_safetensors=True)
-            self._tokenizer = AutoTokenizer.from_pretrained(self._name)
+            model = AutoModelForSequenceClassification.from_pretrained(self._folder, use_safetensors=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(self._folder)
             model = model.to(self._options.device).eval()
         except Exception as error:
             raise ConfigError(f"reward {MODEL_PREFIX}{self._name}: {error}") from error
@@ -104,19 +121,19 @@ class Classifier:
         return self._tokenizer.apply_chat_template(messages, tokenize=False)
 
 
-def _check_folder(folder: Path, options: ModelOptions) -> None:
+def _check_folder(name: str, folder: Path, options: ModelOptions) -> None:
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"reward {MODEL_PREFIX}{folder}: config.json: {error}") from error
+        raise ConfigError(f"reward {MODEL_PREFIX}{name}: config.json: {error}") from error
     architectures = config.get("architectures") or []
-    if not any(name.endswith(_SUFFIX) for name in architectures):
+    if not any(architecture.endswith(_SUFFIX) for architecture in architectures):
         raise ConfigError(
-            f"reward {MODEL_PREFIX}{folder}: a {', '.join(architectures) or 'model of unknown architecture'}, "
+            f"reward {MODEL_PREFIX}{name}: a {', '.join(architectures) or 'model of unknown architecture'}, "
             f"not a sequence classifier (...{_SUFFIX})"
         )
     labels = config.get("id2label")
-    _check_label(str(folder), 2 if labels is None else len(labels), options)  # 2 where it says nothing
+    _check_label(name, 2 if labels is None else len(labels), options)  # 2 where it says nothing
 
 
 def _has_chat_template(folder: Path) -> bool:

@@ -11,7 +11,7 @@ import torch
 from reward_cases import in_pool, request
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from asyncrl.envs.reward_messages import RewardSpec
+from asyncrl.envs.reward_messages import RewardSpec, RewardTraits
 from asyncrl.envs.reward_model import model_reward
 from asyncrl.envs.reward_pool import RewardPool
 from asyncrl.errors import ConfigError
@@ -116,6 +116,31 @@ def test_a_folder_without_a_chat_template_takes_texts_only(tmp_path: Path) -> No
 def test_a_folder_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reward model:\./no/such: not a folder"):
         model_reward("./no/such", {})
+
+
+def test_a_model_of_the_hub_is_checked_as_a_folder_once_it_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_classifier(tmp_path / "snapshot", 2, template=None)
+    here: list[Path] = []
+
+    def hub_folder(name: str, *, local_files_only: bool) -> Path | None:
+        # Mutation: fetch it in the worker -> a wrong name shows when the engine starts, on every server.
+        assert (name, local_files_only) == ("owner/judge", True)
+        return here[0] if here else None
+
+    monkeypatch.setattr("asyncrl.envs.reward_model.hub_folder", hub_folder)
+    unknown = model_reward("owner/judge", {})
+    assert unknown.traits == RewardTraits(takes_group=True, is_large=True)
+    with pytest.raises(ConfigError, match="reward model:owner/judge: not in the Hub's cache"):
+        unknown.load()
+    here.append(tmp_path / "snapshot")
+    with pytest.raises(ConfigError, match="reward model:owner/judge: it has 2 labels"):
+        model_reward("owner/judge", {})
+    found = model_reward("owner/judge", {"label": 1})
+    assert not found.traits.takes_chat
+    found.load()
+    assert len(found.call(request("a", prompt="b"))) == 1
 
 
 def test_a_device_that_is_not_there_is_refused_when_the_worker_loads_it(tmp_path: Path) -> None:
