@@ -123,7 +123,10 @@ def reply_of(reward: Reward, request: RewardRequest, result: Any) -> RewardReply
 
 
 def read_value(value: Any) -> RewardValue:
-    """A number; a dict with "score" and other numbers; None, which is no error; or the error."""
+    """A number; a dict with "score" and other numbers; None, which is no error; or the error.
+
+    An exception, as one value of a list, is the failure of that completion.
+    """
     if isinstance(value, dict):
         if "score" not in value:
             return RewardValue(error=f"it returned a dict without 'score': {value!r:.200}")
@@ -138,6 +141,8 @@ def read_value(value: Any) -> RewardValue:
         return msgspec.structs.replace(score, extras={} if score.error else numbers)
     if value is None:
         return RewardValue()
+    if isinstance(value, Exception):
+        return RewardValue(error=one_line(value))
     number = _number(value)
     if not math.isfinite(number):
         return RewardValue(error=f"it returned {value!r:.200}, not a finite number")

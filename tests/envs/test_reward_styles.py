@@ -159,6 +159,16 @@ def test_what_values_are() -> None:
         assert read_value(bad).reward is None
 
 
+def test_an_exception_in_a_list_fails_its_completion_alone() -> None:
+    # As asyncio.gather(..., return_exceptions=True) gives them. Mutation: float() of it fails -> "not a number".
+    own = reward(lambda completions: completions)
+    reply = reply_of(own, request("a", "b"), [1.0, TimeoutError("no answer")])
+    assert [(value.reward, value.error) for value in reply.values] == [
+        (1.0, ""),
+        (None, "TimeoutError: no answer"),
+    ]
+
+
 def test_each_of_a_dicts_numbers_is_a_metric_so_they_are_few() -> None:
     # Mutation: no bound -> a reward whose keys are texts makes a metric of each, and no message holds them.
     assert len(read_value({"score": 1.0, **{str(n): n for n in range(100)}}).extras) == 100
