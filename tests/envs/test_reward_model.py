@@ -81,6 +81,20 @@ def test_what_is_too_long_for_the_classifier_has_no_score_and_the_others_have_th
     assert isinstance(alone, ValueError)
 
 
+def test_pickled_weights_are_refused_and_never_run(tmp_path: Path) -> None:
+    # Mutation: use_safetensors left out -> transformers unpickles the .bin file.
+    class Canary:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "canary",)
+
+    save_classifier(tmp_path, num_labels=1)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"score.weight": Canary()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"reward model:.*safetensors"):
+        model_reward(str(tmp_path), {}).load()
+    assert not (tmp_path / "canary").exists()
+
+
 def test_a_classifier_whose_head_is_not_in_its_files_is_refused(tmp_path: Path) -> None:
     # Mutation: loaded all the same -> transformers makes a random head, and rewards are noise.
     save_classifier(tmp_path, num_labels=1)

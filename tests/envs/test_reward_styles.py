@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,19 @@ def test_our_own_style_gets_completion_and_row() -> None:
     own = reward(brevity, scale=10.0)
     assert (own.traits.takes_group, own.traits.is_async) == (False, False)
     assert own.call(request("abc", row={"bonus": 1})) == 31.0
+
+
+def test_the_functions_of_the_docs_are_called_as_the_docs_say() -> None:
+    # Mutation: rename a parameter of one in docs/rewards.md -> it is called in another style, or refused.
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    functions: dict[str, Callable[..., Any]] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, functions)
+    row = {"prompt": CHAT, "answer": "5", "reward_model": {"ground_truth": "5"}}
+    call = {name: reward(functions[name]).call for name in ("brevity", "compute_score", "longest_wins")}
+    assert call["brevity"](request("ab", row=row)) == -0.002
+    assert call["compute_score"](request("5 ", row=row)) == {"score": 1.0, "acc": 1.0}
+    assert call["longest_wins"](request("a", "bb", row=row, prompt=CHAT)) == [0.0, 1.0]
 
 
 def test_a_verl_file_gets_what_verl_gives_it() -> None:
