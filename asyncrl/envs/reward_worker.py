@@ -57,9 +57,8 @@ def main() -> None:
         _send(frames_out, WorkerReady(error=str(error)))
         return
     except BaseException as error:  # the user's module may raise anything
-        _send(
-            frames_out, WorkerReady(error=f"reward {spec.name!r}: importing it failed with {one_line(error)}")
-        )
+        why = f"reward {spec.name!r}: importing it failed with {one_line(error)}"
+        _send(frames_out, WorkerReady(error=why))
         return
     _send(frames_out, WorkerReady(traits=reward.traits, source=source))
     if reward.traits.is_async:
@@ -73,9 +72,8 @@ def _serve(reward: Reward, frames_in: BinaryIO, frames_out: BinaryIO) -> None:
         request = _decoder.decode(body)
         try:
             result = reward.call(request)
-            if inspect.isawaitable(
-                result
-            ):  # of a function that does not look async: a lambda, a decorated one
+            if inspect.isawaitable(result):
+                # Of a function that does not look async: a lambda, a decorated one.
                 result = asyncio.run(_outcome_of(result))
             reply = reply_of(reward, request, result)
         except BaseException as error:  # whatever it raises, the next call is served
