@@ -9,6 +9,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.envs.dataset import Dataset
 from asyncrl.envs.eval_report import num_eval_prompts
+from asyncrl.envs.reward_checks import models_to_fetch
 from asyncrl.launch.model_facts import read_tensor_shapes
 from asyncrl.launch.preflight import (
     Examined,
@@ -36,6 +37,7 @@ def check(config: Config) -> list[tuple[str, str]]:
     dataset, eval_dataset = check_model(examined, model_path) if model_path is not None else (None, None)
     return [
         *_data(config, examined, dataset, eval_dataset),
+        *_reward_models(config),
         *_batch(config),
         *_pacing(config),
         *_stream(config),
@@ -74,6 +76,11 @@ def _prompts(dataset: Dataset, max_tokens: int) -> str:
         f"{len(dataset)} kept from {dataset.source}, {filtered}{dataset.num_too_long} dropped as longer than "
         f"{max_tokens} tokens; the longest kept has {dataset.prompt_lengths.max()}"
     )
+
+
+def _reward_models(config: Config) -> Rows:
+    for name in models_to_fetch(config):
+        yield "reward", f"{name}: not here yet; it is checked once `asyncrl train` has brought it"
 
 
 def _batch(config: Config) -> Rows:

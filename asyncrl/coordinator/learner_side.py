@@ -187,10 +187,23 @@ class LearnerSide:
             num_minibatches=learner.minibatches,
             num_epochs=learner.epochs,
         )
-        self._formed[index] = batch_metrics(plan, masked), groups
+        metrics = batch_metrics(plan, masked)
+        if metrics["rollout/equal_reward_groups"] == len(groups):
+            self._count_useless_batch(index)
+        self._formed[index] = metrics, groups
         for rank, peer in self.ranks.items():
             mine = [_without_text(groups[p]) for p in plan.positions_of(rank)]
             await self._mailbox.send(peer, Batch(plan, rank, [group_fields(g) for g in mine]), groups=mine)
+
+    def _count_useless_batch(self, index: int) -> None:
+        """A batch that teaches nothing is shown as well as counted: the 1st, the 10th, the 100th ..."""
+        self._status.counts["batches_equal_rewards"] += 1
+        count = self._status.counts["batches_equal_rewards"]
+        if str(count).strip("0") == "1":
+            self._status.note(
+                f"version {index + 1} learns nothing ({count} so far): in every group of its batch the rewards are "
+                f"equal; trajectories/version_{index + 1:06d}.jsonl shows what was scored"
+            )
 
 
 def _without_text(group: TrajectoryGroup) -> TrajectoryGroup:

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 from asyncrl.config import Config, RewardConfig
 from asyncrl.envs.gsm8k import gold_number
-from asyncrl.envs.reward_styles import Reward
-from asyncrl.envs.rewards import resolve_reward
+from asyncrl.envs.reward_import import import_traits
+from asyncrl.envs.reward_messages import RewardTraits
+from asyncrl.envs.reward_model import MODEL_PREFIX, find_model
+from asyncrl.envs.rewards import resolve_reward, runs_user_code
 from asyncrl.envs.rows import answer_of, source_of
 from asyncrl.envs.weighted_rewards import applies, reward_spec
 from asyncrl.errors import ConfigError, DataError
@@ -22,12 +24,23 @@ class LocatedRows(Protocol):
     def where(self, index: int) -> str: ...
 
 
-def resolve_rewards(config: Config) -> list[Reward]:
-    """Each of `config.reward`, imported. Raises ConfigError."""
-    return [resolve_reward(reward_spec(reward, config.timeouts.reward_s)) for reward in config.reward]
+def resolve_rewards(config: Config) -> list[RewardTraits]:
+    """What each of `config.reward` is like. The user's code is imported in processes of its own. Raises ConfigError."""
+    specs = [reward_spec(reward, config.timeouts.reward_s) for reward in config.reward]
+    return [
+        import_traits(spec) if runs_user_code(spec.name) else resolve_reward(spec).traits for spec in specs
+    ]
 
 
-def check_rows(config: Config, rewards: Sequence[Reward], sources: Iterable[LocatedRows]) -> None:
+def models_to_fetch(config: Config) -> list[str]:
+    """Reward models of the Hub that are not here yet: of those nothing can be checked. Raises ConfigError."""
+    names = [
+        own.name.removeprefix(MODEL_PREFIX) for own in config.reward if own.name.startswith(MODEL_PREFIX)
+    ]
+    return [name for name in names if find_model(name) is None]
+
+
+def check_rows(config: Config, rewards: Sequence[RewardTraits], sources: Iterable[LocatedRows]) -> None:
     """Refuses rows that no reward applies to, or that one which does could never score. Raises DataError.
 
     `rewards`: what `resolve_rewards` returned. Raises ConfigError for a `data_source` that no row has.
@@ -55,11 +68,11 @@ def check_rows(config: Config, rewards: Sequence[Reward], sources: Iterable[Loca
     _check_sources(config.reward, config.data.source_key, seen)
 
 
-def _reads_rows(reward: Reward) -> bool:
+def _reads_rows(reward: RewardTraits) -> bool:
     return bool(reward.columns or reward.compares_with or not reward.takes_chat)
 
 
-def _row_problem(own: RewardConfig, reward: Reward, row: dict[str, Any], config: Config) -> str:
+def _row_problem(own: RewardConfig, reward: RewardTraits, row: dict[str, Any], config: Config) -> str:
     """Why this reward cannot score the row; empty when it can."""
     data = config.data
     if missing := [column for column in reward.columns if column not in row]:
@@ -73,7 +86,7 @@ def _row_problem(own: RewardConfig, reward: Reward, row: dict[str, Any], config:
     return _answer_problem(own, reward, row, config) if reward.compares_with else ""
 
 
-def _answer_problem(own: RewardConfig, reward: Reward, row: dict[str, Any], config: Config) -> str:
+def _answer_problem(own: RewardConfig, reward: RewardTraits, row: dict[str, Any], config: Config) -> str:
     answer = answer_of(row, config.data)
     where = f", column {config.data.answer_key!r}"
     if answer is None:
@@ -82,6 +95,8 @@ def _answer_problem(own: RewardConfig, reward: Reward, row: dict[str, Any], conf
             f"{where}: missing, and reward {own.name!r} compares with it; the row has {columns}; "
             "set data.answer_key"
         )
+    if reward.compares_with == "anything":
+        return ""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return f"{where}: {answer!r:.80} is neither a string nor a number"
     if reward.compares_with == "number" and gold_number(str(answer)) is None:

@@ -1,6 +1,6 @@
 """What a reward pool and its worker processes say to each other, over the worker's stdin and stdout.
 
-    pool -> worker   RewardSpec, as JSON on the command line
+    pool -> worker   RewardSpec, once
     worker -> pool   WorkerReady, once
     pool -> worker   RewardRequest
     worker -> pool   RewardReply, with the request's number
@@ -10,7 +10,7 @@ A frame is four bytes of length (little-endian), then one msgpack message.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,15 +25,33 @@ class RewardSpec(msgspec.Struct, frozen=True):
     kwargs: dict[str, Any] = {}
     timeout_s: float = 10.0
     """Of one call. The worker ends asynchronous calls after it; the pool kills a worker that cannot."""
+    source: bytes | None = None
+    """What the reward's file held when its first worker read it: later workers of a run do not read it again."""
+
+
+class RewardTraits(msgspec.Struct, frozen=True):
+    """What a reward is like: how the pool calls it, and what it asks of the rows."""
+
+    takes_group: bool = False
+    """One call has the completions of a whole group."""
+    is_async: bool = False
+    is_large: bool = False
+    """Only one process of it is started: a model."""
+    takes_chat: bool = True
+    """Whether the prompt may be a list of messages."""
+    compares_with: Literal["", "anything", "text", "number"] = ""
+    """What it needs the row's answer to be; empty where it reads the row for itself."""
+    columns: tuple[str, ...] = ()
+    """Columns without which it cannot be called."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
-    """The worker has the reward, or says why not. What it takes decides how the pool calls it."""
+    """The worker has the reward, or says why not."""
 
     error: str = ""
-    takes_group: bool = False
-    is_async: bool = False
-    is_large: bool = False
+    traits: RewardTraits = RewardTraits()
+    source: bytes | None = None
+    """What the reward's file holds; None where it is in no file of its own."""
 
 
 class RewardRequest(msgspec.Struct, frozen=True):

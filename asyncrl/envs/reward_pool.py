@@ -14,7 +14,7 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from asyncrl.envs.env import RewardOutcome
-from asyncrl.envs.reward_messages import RewardReply, RewardRequest, RewardSpec, WorkerReady
+from asyncrl.envs.reward_messages import RewardReply, RewardRequest, RewardSpec, RewardTraits
 from asyncrl.envs.reward_process import RewardProcess
 from asyncrl.errors import AsyncRLError, ConfigError, one_line
 from asyncrl.types import Status
@@ -54,7 +54,7 @@ class RewardPool:
         # The one used last first: as few processes are started as calls overlap.
         self._free: asyncio.LifoQueue[RewardProcess] = asyncio.LifoQueue()
         self._num_places = 0
-        self._ready = WorkerReady()
+        self._traits = RewardTraits()
         self._closed = False
         self._statistics = RewardStatistics()
 
@@ -66,13 +66,13 @@ class RewardPool:
             await self._close()
             raise
         assert ready is not None
-        self._ready = ready
-        if ready.is_async:
+        self._traits = ready.traits
+        if self._traits.is_async:
             places = self._processes * MAX_ASYNC_CALLS
-        elif ready.is_large:
+        elif self._traits.is_large:
             places = self._processes
         else:
-            self._processes += [RewardProcess(self._spec) for _ in range(self._num_workers - 1)]
+            self._processes += [RewardProcess(self._processes[0].spec) for _ in range(self._num_workers - 1)]
             places = self._processes
         self._num_places = len(places)
         for process in reversed(places):
@@ -85,7 +85,7 @@ class RewardPool:
     @property
     def takes_group(self) -> bool:
         """Whether a request holds a whole group's completions instead of one."""
-        return self._ready.takes_group
+        return self._traits.takes_group
 
     def statistics(self) -> RewardStatistics:
         """A snapshot of the counts."""
@@ -107,7 +107,7 @@ class RewardPool:
             self._count(num_cancelled=1)
             raise
         finally:
-            if not finished and not self._ready.is_async:  # others' calls run in an async reward's process
+            if not finished and not self._traits.is_async:  # others' calls run in an async reward's process
                 process.kill("its call was cancelled")
             self._free.put_nowait(process)
         for outcome in outcomes:
@@ -144,7 +144,7 @@ class RewardPool:
         if self._closed:
             raise AsyncRLError("the reward pool is closed")
         await process.start()
-        deadline_s = self._spec.timeout_s + (ASYNC_GRACE_S if self._ready.is_async else 0.0)
+        deadline_s = self._spec.timeout_s + (ASYNC_GRACE_S if self._traits.is_async else 0.0)
         async with asyncio.timeout(deadline_s):
             return await process.ask(request)
 

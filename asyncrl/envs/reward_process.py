@@ -35,7 +35,8 @@ class RewardProcess:
     """One place in a pool, and the process that fills it at the moment, if any."""
 
     def __init__(self, spec: RewardSpec) -> None:
-        self._spec = spec
+        self.spec = spec
+        """With the source of the reward's file, once a process has started."""
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[RewardReply]] = {}
@@ -97,29 +98,28 @@ class RewardProcess:
 
     async def _start(self) -> WorkerReady:
         process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "asyncrl.envs.reward_worker",
-            str(os.getpid()),
-            msgspec.json.encode(self._spec).decode(),
+            *worker_command(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # a process group of its own: the reward's children die with it
         )
         self._killed = ""
         self.num_started += 1
+        assert process.stdin is not None
         assert process.stdout is not None
+        process.stdin.write(frame(self.spec))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 ready = msgspec.msgpack.decode(await _receive(process.stdout), type=WorkerReady)
         except TimeoutError:
             raise ConfigError(
-                f"reward {self._spec.name!r} was not ready within {START_TIMEOUT_S:g} s; make its import lighter"
+                f"reward {self.spec.name!r} was not ready within {START_TIMEOUT_S:g} s; make its import lighter"
             ) from None
         except asyncio.IncompleteReadError:
             raise await self._death(process) from None
         if ready.error:
             raise ConfigError(ready.error)
+        self.spec = msgspec.structs.replace(self.spec, source=ready.source)
         self._reading = asyncio.create_task(self._read_replies(process, process.stdout))
         return ready
 
@@ -142,8 +142,17 @@ class RewardProcess:
             return WorkerDied(f"the reward's process was killed: {self._killed}")
         self.kill("it closed its output")
         code = await process.wait()
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return WorkerDied(f"the reward's process ended {how}")
+        return WorkerDied(f"the reward's process ended {how_it_ended(code)}")
+
+
+def worker_command() -> list[str]:
+    """Starts a worker of this process."""
+    return [sys.executable, "-m", "asyncrl.envs.reward_worker", str(os.getpid())]
+
+
+def how_it_ended(code: int) -> str:
+    """`with exit code 3`, or `by SIGKILL`: a return code in words."""
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 async def _receive(stdout: asyncio.StreamReader) -> bytes:

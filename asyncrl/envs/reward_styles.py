@@ -15,9 +15,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from asyncrl.envs.reward_messages import RewardRequest
+from asyncrl.envs.reward_messages import RewardRequest, RewardTraits
 from asyncrl.errors import ConfigError
 
 FORMS = (
@@ -26,7 +26,7 @@ FORMS = (
 )
 _VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL_NAMES = ("prompts", "completions", "completion_ids")
-_TRL_RESERVED = {*_TRL_NAMES, "prompt", "completion"}
+_TRL_KEPT_BACK = {"prompt", "completion"}
 """Columns that TRL keeps from the keywords."""
 _TRL_ABSENT = {"trainer_state", "log_extra", "log_metric", "environments"}
 """Keywords of TRL's trainer that have no counterpart here."""
@@ -39,29 +39,30 @@ class Reward:
     call: Callable[[RewardRequest], Any]
     """-> the value of the one completion, or a list of values where it takes groups; an awaitable of it
     where it is async."""
-    takes_group: bool = False
-    takes_chat: bool = True
-    """Whether the prompt may be a list of messages."""
-    is_async: bool = False
-    is_large: bool = False
-    """Only one process of it is started: a model."""
+    traits: RewardTraits
     load: Callable[[], None] = lambda: None
     """What takes long or much memory: called in the worker, before its first request."""
-    compares_with: Literal["", "text", "number"] = ""
-    """What it needs the row's answer to hold; empty where it reads the row for itself."""
-    columns: tuple[str, ...] = ()
-    """Columns without which it cannot be called."""
 
 
 def user_reward(function: Callable[..., Any], name: str, style: str, kwargs: dict[str, Any]) -> Reward:
     """`function` as a reward. Raises ConfigError when it cannot be called in that style."""
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"reward {name!r} is a class; make an object of it at the top of its file, and name that"
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function of C code: its parameters are unknown
         signature = inspect.Signature(
             [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("completion", "row")]
         )
-    style = _detect(signature) if style == "auto" else style
+    if style == "auto":
+        style = _detect(signature)
+    if not style:
+        raise ConfigError(
+            f"reward {name!r}: its parameters, {_shown(signature)}, do not say how it is called; set reward.style "
+            f"to {', '.join(_STYLES)}"
+        )
     try:
         return _STYLES[style](function, signature, kwargs)
     except TypeError as error:
@@ -81,7 +82,10 @@ def takes(signature: inspect.Signature, name: str) -> bool:
 
 
 def _detect(signature: inspect.Signature) -> str:
+    """The style that the parameters' names tell; empty where none has a name of its own: (*args, **kwargs)."""
     names = set(signature.parameters)
+    if names and all(parameter.kind in _VARIADIC for parameter in signature.parameters.values()):
+        return ""
     if names & {"completions", "prompts"}:
         return "trl"
     return "verl" if names & set(_VERL_NAMES) else "asyncrl"
@@ -93,7 +97,7 @@ def _asyncrl(function: Callable[..., Any], signature: inspect.Signature, kwargs:
     def call(request: RewardRequest) -> Any:
         return function(request.completions[0], request.row, **kwargs)
 
-    return Reward(call, is_async=_is_async(function))
+    return Reward(call, RewardTraits(is_async=_is_async(function)))
 
 
 def _verl(function: Callable[..., Any], signature: inspect.Signature, kwargs: dict[str, Any]) -> Reward:
@@ -103,30 +107,28 @@ def _verl(function: Callable[..., Any], signature: inspect.Signature, kwargs: di
     def call(request: RewardRequest) -> Any:
         row = request.row
         truth = row.get("reward_model")
+        stated = truth.get("ground_truth") if isinstance(truth, dict) else None
         arguments = {
             "data_source": request.data_source,
             "solution_str": request.completions[0],
-            "ground_truth": truth.get("ground_truth", request.answer)
-            if isinstance(truth, dict)
-            else request.answer,
+            "ground_truth": request.answer if stated is None else stated,
             "extra_info": row.get("extra_info") or {},
         }
         return function(**{name: arguments[name] for name in names}, **kwargs)
 
-    return Reward(call, is_async=_is_async(function))
+    needs_truth = "ground_truth" in names and "ground_truth" in _required(signature)
+    return Reward(
+        call, RewardTraits(is_async=_is_async(function), compares_with="anything" if needs_truth else "")
+    )
 
 
 def _trl(function: Callable[..., Any], signature: inspect.Signature, kwargs: dict[str, Any]) -> Reward:
-    required = [
-        p.name
-        for p in signature.parameters.values()
-        if p.default is p.empty and p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
-    ]
-    columns = tuple(name for name in required if name not in (*_TRL_NAMES, *kwargs))
-    if absent := _TRL_ABSENT.intersection(columns):
+    columns = tuple(name for name in _required(signature) if name not in (*_TRL_NAMES, *kwargs))
+    if absent := (_TRL_ABSENT | _TRL_KEPT_BACK).intersection(columns):
         raise TypeError(f"asyncrl has no {sorted(absent)[0]!r} to give it")
     names = [name for name in _TRL_NAMES if takes(signature, name)]
     signature.bind(**dict.fromkeys([*names, *columns]), **kwargs)
+    reserved = {*_TRL_NAMES, *_TRL_KEPT_BACK, *kwargs}
 
     def call(request: RewardRequest) -> Any:
         num_completions = len(request.completions)
@@ -137,15 +139,15 @@ def _trl(function: Callable[..., Any], signature: inspect.Signature, kwargs: dic
         }
         arguments = {name: own[name] for name in names}
         for column, value in request.row.items():
-            if column not in _TRL_RESERVED and column not in kwargs and takes(signature, column):
+            if column not in reserved and takes(signature, column):
                 arguments[column] = [value] * num_completions
         return function(**arguments, **kwargs)
 
-    return Reward(call, takes_group=True, is_async=_is_async(function), columns=columns)
+    return Reward(call, RewardTraits(takes_group=True, is_async=_is_async(function), columns=columns))
 
 
 _STYLES = {"asyncrl": _asyncrl, "verl": _verl, "trl": _trl}
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _as_trl_completions(request: RewardRequest) -> list[Any]:
@@ -159,6 +161,12 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__  # of an object that can be called
     )
+
+
+def _required(signature: inspect.Signature) -> list[str]:
+    """Parameters without a default."""
+    parameters = signature.parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
 
 
 def _keywords(signature: inspect.Signature) -> set[str]:

@@ -1,6 +1,6 @@
 """Rewards by name: built-ins, functions of the user's own, and models. A new built-in is one line of BUILT_IN.
 
-The launcher resolves every name before anything starts; reward workers resolve theirs again, in their process.
+Every name is resolved before anything starts (reward_checks.py), and again by reward workers, in their process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from asyncrl.envs.gsm8k import gsm8k_flexible, gsm8k_strict
 from asyncrl.envs.gsm8k_verl import verl_gsm8k_flexible, verl_gsm8k_strict
 from asyncrl.envs.math_answer import INSTALL, load_math_verify, math_verify
-from asyncrl.envs.reward_messages import RewardRequest, RewardSpec
+from asyncrl.envs.reward_messages import RewardRequest, RewardSpec, RewardTraits
 from asyncrl.envs.reward_model import MODEL_PREFIX, model_reward
 from asyncrl.envs.reward_styles import FORMS, Reward, user_reward
 from asyncrl.envs.user_code import did_you_mean, import_function, names_user_code, split_spec
@@ -41,18 +41,24 @@ NUMERIC = ("gsm8k_strict", "gsm8k_flexible")
 
 
 def resolve_reward(spec: RewardSpec) -> Reward:
-    """The reward of that name. Imports the user's code, and no torch. Raises ConfigError with the reason."""
+    """The reward of that name. Imports the user's code, and no torch itself. Raises ConfigError with the reason."""
     name = spec.name
     if name in BUILT_IN:
         return _built_in(spec)
     if name.startswith(MODEL_PREFIX):
         return model_reward(name.removeprefix(MODEL_PREFIX), spec.kwargs)
-    if names_user_code(name):
-        return user_reward(import_function(name, "reward", VERL_FUNCTION), name, spec.style, spec.kwargs)
+    if runs_user_code(name):
+        function = import_function(name, "reward", VERL_FUNCTION, source=spec.source)
+        return user_reward(function, name, spec.style, spec.kwargs)
     raise ConfigError(
         f"reward {name!r} is unknown{did_you_mean(name, BUILT_IN)}; use {', '.join(BUILT_IN)}, "
         f"{MODEL_PREFIX}FOLDER, or module:attr or path/to/file.py:attr of {FORMS}"
     )
+
+
+def runs_user_code(name: str) -> bool:
+    """Whether `resolve_reward` imports a module of the user's own."""
+    return name not in BUILT_IN and not name.startswith(MODEL_PREFIX) and names_user_code(name)
 
 
 def _built_in(spec: RewardSpec) -> Reward:
@@ -68,7 +74,7 @@ def _built_in(spec: RewardSpec) -> Reward:
         return function(request.completions[0], str(request.answer), **spec.kwargs)
 
     load = load_math_verify if function is math_verify else (lambda: None)
-    return Reward(call, load=load, compares_with="number" if spec.name in NUMERIC else "text")
+    return Reward(call, RewardTraits(compares_with="number" if spec.name in NUMERIC else "text"), load)
 
 
 def reward_labels(names: list[str]) -> list[str]:

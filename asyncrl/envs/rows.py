@@ -36,11 +36,12 @@ def lookup(row: Mapping[str, Any], path: str) -> Any:
 
 
 def source_of(row: Mapping[str, Any], data: DataConfig, default: str = "") -> str:
-    """Where the row is from: its column `data.source_key`, or `default` where it does not say."""
+    """Where the row is from: its column `data.source_key`, or `default` where that is missing or null."""
     try:
-        return str(lookup(row, data.source_key))
+        source = lookup(row, data.source_key)
     except KeyError:
         return default
+    return default if source is None else str(source)
 
 
 def answer_of(row: Mapping[str, Any], data: DataConfig) -> Any:

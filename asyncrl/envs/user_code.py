@@ -20,18 +20,20 @@ from typing import Any
 from asyncrl.errors import ConfigError, one_line
 
 
-def import_function(spec: str, key: str, default_attr: str | None = None) -> Callable[..., Any]:
+def import_function(
+    spec: str, key: str, default_attr: str | None = None, *, source: bytes | None = None
+) -> Callable[..., Any]:
     """The function that `spec` names; `key` is the config key for the error.
 
-    `default_attr` is the function of a file that is named without one. Raises ConfigError with the reason when
-    it cannot be imported or called.
+    `default_attr` is the function of a file that is named without one; `source` is executed instead of what the
+    file holds. Raises ConfigError with the reason when it cannot be imported or called.
     """
     module_name, attr = split_spec(spec)
     attr = attr or default_attr
     if attr is None:
         raise ConfigError(f"{key} {spec!r} names no function; write {module_name}:NAME")
     if module_name.endswith(".py"):
-        module = _import_file(Path(module_name).expanduser(), f"{key} {spec!r}")
+        module = _import_file(Path(module_name).expanduser(), f"{key} {spec!r}", source)
     else:
         module = _import_module(module_name, f"{key} {spec!r}")
     function = getattr(module, attr, None)
@@ -41,6 +43,12 @@ def import_function(spec: str, key: str, default_attr: str | None = None) -> Cal
     if not callable(function):
         raise ConfigError(f"{key} {spec!r} is a {type(function).__name__}; name a function")
     return function
+
+
+def read_source(spec: str) -> bytes | None:
+    """What the file holds that `spec` names; None where it names none that is there."""
+    file = Path(split_spec(spec)[0]).expanduser()
+    return file.read_bytes() if file.suffix == ".py" and file.is_file() else None
 
 
 def split_spec(spec: str) -> tuple[str, str]:
@@ -73,8 +81,8 @@ def _import_module(name: str, what: str) -> ModuleType:
         ) from error
 
 
-def _import_file(path: Path, what: str) -> ModuleType:
-    """The file as a module, executed once a process.
+def _import_file(path: Path, what: str, source: bytes | None) -> ModuleType:
+    """The file, or `source` in its place, as a module, executed once a process.
 
     Its name comes from its whole path: the same in every process, never `__main__`, and never that of another
     module, whatever the file is called. In a package it is the name of a module of that, so that relative imports
@@ -93,10 +101,9 @@ def _import_file(path: Path, what: str) -> ModuleType:
     _make_importable(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(path.read_bytes() if source is None else source, path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"{what}: importing {path} failed with {one_line(error)}") from error

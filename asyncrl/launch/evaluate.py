@@ -27,7 +27,7 @@ from asyncrl.envs.reward_checks import check_rows, resolve_rewards
 from asyncrl.errors import ConfigError, EngineError, first_cause
 from asyncrl.launch.model_facts import check_length
 from asyncrl.launch.preflight import check_engine, load_eval_rows, max_sequence_tokens
-from asyncrl.launch.prepare import fetch_model
+from asyncrl.launch.prepare import fetch_model, fetch_reward_models
 from asyncrl.launch.resources import visible_gpus
 from asyncrl.launch.server_process import make_engine, rewards_of
 from asyncrl.rollout_server.engine import Engine
@@ -97,6 +97,8 @@ async def _evaluate(config: Config, checkpoint: Path | None) -> Evaluated:
     check_engine(config, device)
     rows = load_eval_rows(config)
     check_rows(config, resolve_rewards(config), rows)
+    if await fetch_reward_models(config):
+        check_rows(config, resolve_rewards(config), rows)
     folder = _checked(checkpoint) if checkpoint is not None else await fetch_model(config.model)
     check_length(folder, max_sequence_tokens(config))
     tokenizer = load_tokenizer(folder)

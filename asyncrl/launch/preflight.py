@@ -69,6 +69,12 @@ def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
     return Examined(config, placements, device, rows, eval_rows)
 
 
+def check_rewards(examined: Examined) -> None:
+    """The rewards and the rows once more, with reward models that came meanwhile. Raises ConfigError, DataError."""
+    config = examined.config
+    check_rows(config, resolve_rewards(config), [*examined.rows, *examined.eval_rows])
+
+
 def load_eval_rows(config: Config) -> list[SourceRows]:
     """The rows of data.eval. A generator gets the next seed: not the rows that it gives for training."""
     return load_rows(config.data.eval, config.data, config.seed + 1, "data.eval")

@@ -1,4 +1,4 @@
-"""From a configuration to one that can run: everything checked, the model brought, the data tokenised."""
+"""From a configuration to one that can run: everything checked, the models brought, the data tokenised."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.envs.dataset import Dataset
+from asyncrl.envs.reward_checks import models_to_fetch
 from asyncrl.errors import ConfigError
 from asyncrl.launch.model_facts import read_vocab_size
-from asyncrl.launch.preflight import check_config, check_model
+from asyncrl.launch.preflight import check_config, check_model, check_rewards
 from asyncrl.launch.resources import ROLES, Placements
 from asyncrl.stream.codec import Limits
 from asyncrl.stream.sizes import max_eval_completion_tokens
@@ -34,18 +35,36 @@ class Prepared:
 
 
 async def prepare(config: Config, start: Collection[str] = ROLES) -> Prepared:
-    """Asks what `asyncrl check` asks, and brings the model. Raises ConfigError or DataError.
+    """Asks what `asyncrl check` asks, and brings the models. Raises ConfigError or DataError.
 
     `start`: the roles whose processes this launcher starts; the others need no devices here.
     """
     examined = check_config(config, start)
+    if "rollout-server" in start and await fetch_reward_models(config):
+        check_rewards(examined)
     model_path = await fetch_model(config.model)
     dataset, eval_dataset = check_model(examined, model_path)
     return Prepared(config, model_path, dataset, eval_dataset, examined.placements, examined.device)
 
 
-async def fetch_model(name: str) -> Path:
-    """The model's folder, made or downloaded in a subprocess: this process stays without torch."""
+async def fetch_reward_models(config: Config) -> bool:
+    """Brings the reward models of the Hub here, for the processes of this node. Returns whether there were any.
+
+    Raises ConfigError for one that cannot be brought.
+    """
+    names = models_to_fetch(config)
+    for name in names:
+        await fetch_model(name, "reward")
+    for name in models_to_fetch(config):
+        raise ConfigError(f"reward: {name!r} is no model of the Hub; name one, or a folder")
+    return bool(names)
+
+
+async def fetch_model(name: str, key: str = "model") -> Path:
+    """The model's folder, made or downloaded in a subprocess: this process stays without torch.
+
+    `key`: where the config names it. Raises ConfigError.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "asyncrl.models", name, stdout=asyncio.subprocess.PIPE
     )
@@ -59,7 +78,7 @@ async def fetch_model(name: str) -> Path:
     *_, said = output.decode().splitlines() or [""]
     if process.returncode:
         said = said or f"python -m asyncrl.models ended with exit code {process.returncode}; see above"
-        raise ConfigError(f"model: {name!r} could not be brought here: {said}")
+        raise ConfigError(f"{key}: {name!r} could not be brought here: {said}")
     return Path(said)
 
 

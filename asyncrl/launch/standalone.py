@@ -11,7 +11,7 @@ import sys
 from asyncrl.config import Config
 from asyncrl.launch.model_facts import check_length
 from asyncrl.launch.preflight import check_engine, max_sequence_tokens
-from asyncrl.launch.prepare import fetch_model
+from asyncrl.launch.prepare import fetch_model, fetch_reward_models
 from asyncrl.launch.resources import available_cores, place_one_server, visible_gpus
 from asyncrl.stream.sockets import parse_address
 
@@ -35,6 +35,7 @@ def run_standalone_server(config: Config, address: str) -> None:
             os.environ | missing | {"ASYNCRL_PLACED": "1"},
         )
     os.sched_setaffinity(0, placement.cores)
+    asyncio.run(fetch_reward_models(config))
     model_path = asyncio.run(fetch_model(config.model))
     check_length(model_path, max_sequence_tokens(config))
     from asyncrl.launch.server_process import run_rollout_server

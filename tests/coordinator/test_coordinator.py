@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -475,6 +476,30 @@ def test_a_server_that_vanishes_without_bye_does_not_hold_up_the_end(tmp_path: P
             await run.task
             assert run.coordinator.status.counts["servers_lost"] == 1
 
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_equal", [2, 1])
+def test_a_batch_that_teaches_nothing_is_counted_and_said(
+    num_equal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Of 2 groups. Mutations: not said -> a reward that is always 1 looks like a healthy run; said of any batch
+    # that has such a group.
+    def metrics(*arguments: Any) -> dict[str, float]:
+        return {"rollout/equal_reward_groups": float(num_equal), "staleness/max": 0.0}
+
+    async def scenario() -> None:
+        async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(serve(run), learn(run), run.task)
+            status = run.coordinator.status
+            assert status.counts["batches_equal_rewards"] == (3 if num_equal == 2 else 0)
+            said = [note for note in status.notes if "learns nothing" in note]
+            assert [note.partition(":")[0] for note in said] == (
+                ["version 1 learns nothing (1 so far)"] if num_equal == 2 else []
+            )
+
+    if num_equal == 1:
+        monkeypatch.setattr("asyncrl.coordinator.learner_side.batch_metrics", metrics)
     asyncio.run(scenario())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
@@ -49,12 +50,18 @@ def test_a_thread_scores_the_same() -> None:
     assert scores == [1.0]
 
 
-def test_a_bomb_is_a_timeout_and_the_next_answer_is_scored() -> None:
+def test_bombs_are_timeouts_and_a_pool_of_two_is_one_of_two_afterwards() -> None:
     async def check(pool: RewardPool) -> None:
-        for _ in range(2):
-            (bomb,) = await pool.score(request(r"\boxed{9^{9^{9^{9}}}}", answer="2"))
-            assert bomb.status is Status.REWARD_TIMEOUT
-        (good,) = await pool.score(request("3*14=42\n#### 42", answer="42"))
-        assert (good.reward, good.status) == (1.0, Status.SCORED)
+        async def score(completion: str, answer: str) -> tuple[float | None, Status]:
+            (outcome,) = await pool.score(request(completion, answer=answer))
+            return outcome.reward, outcome.status
 
-    in_pool(RewardSpec("math_verify", timeout_s=2.0), check)
+        bombs = await asyncio.gather(*(score(r"\boxed{9^{9^{9^{9}}}}", "2") for _ in range(4)))
+        # Mutation: the package's own deadline -> "not equal", which is a 0.
+        assert bombs == [(None, Status.REWARD_TIMEOUT)] * 4
+        good = await asyncio.gather(score("3*14=42\n#### 42", "42"), score(r"\boxed{\frac{1}{3}}", "1/3"))
+        assert good == [(1.0, Status.SCORED)] * 2
+        # Two processes, each replaced twice: a pool of one would have started five.
+        assert pool.statistics().num_processes_started == 6
+
+    in_pool(RewardSpec("math_verify", timeout_s=2.0), check, num_workers=2)

@@ -20,7 +20,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Status
 
 REWARDS = """
-import asyncio, os, subprocess, sys, time
+import asyncio, functools, os, subprocess, sys, time
+
+class Stop(BaseException):
+    pass
 
 def behave(completion, row):
     if completion == "bomb":
@@ -38,6 +41,8 @@ def behave(completion, row):
         sys.exit(4)
     if completion == "raise":
         raise ValueError("two\\nlines")
+    if completion == "stop":
+        raise Stop("everything")
     return {"nan": float("nan"), "inf": float("inf"), "huge": 1e308, "text": "1", "list": [1.0],
             "dict": {"acc": 1.0}}.get(completion, 0.5)
 
@@ -62,12 +67,18 @@ async def ask(completion, row):
             await asyncio.sleep(60)
         if completion == "raise":
             raise TimeoutError("the service did not answer")
+        if completion == "cancel":
+            raise asyncio.CancelledError("by its own client")
         if completion == "most":
             return most
         await asyncio.sleep(0.2)
         return 0.5
     finally:
         running -= 1
+
+@functools.wraps(ask)
+def decorated(*args):
+    return ask(*args)
 """
 
 SCORED = RewardOutcome(0.5, Status.SCORED)
@@ -139,6 +150,7 @@ def test_bombs_time_out_and_the_pool_stays_as_large_as_it_was(behave: RewardSpec
         ("raise", "ValueError: two lines"),
         ("exit", "the reward's process ended with exit code 3"),
         ("leave", "SystemExit: 4"),
+        ("stop", "Stop: everything"),
     ],
 )
 def test_a_failed_reward_is_a_status_with_the_reason_never_a_zero(
@@ -198,6 +210,56 @@ def test_an_async_call_that_hangs_ends_alone(rewards_module: str) -> None:
         assert pool.statistics().num_processes_started == 1
 
     in_pool(RewardSpec(f"{rewards_module}:ask", timeout_s=1.0), check)
+
+
+def test_an_async_call_that_cancels_itself_is_a_failure_and_costs_no_other_call(rewards_module: str) -> None:
+    async def check(pool: RewardPool) -> None:
+        # Mutation: catch Exception alone -> no answer ever comes, and the process is killed at the deadline.
+        cancelled, good = await asyncio.gather(score(pool, "cancel"), score(pool, "good"))
+        assert (cancelled.status, good) == (Status.REWARD_FAILED, SCORED)
+        assert cancelled.detail == "CancelledError: by its own client"
+        assert pool.statistics().num_processes_started == 1
+
+    in_pool(RewardSpec(f"{rewards_module}:ask", timeout_s=20.0), check)
+
+
+def test_what_a_decorated_async_function_returns_is_awaited(rewards_module: str) -> None:
+    async def check(pool: RewardPool) -> None:
+        # Mutation: take the coroutine for the value -> "returned <coroutine ...>, not a finite number".
+        assert await score(pool, "good") == SCORED
+        assert (await score(pool, "raise")).detail == "TimeoutError: the service did not answer"
+
+    in_pool(RewardSpec(f"{rewards_module}:decorated"), check)
+
+
+def test_a_file_that_is_edited_while_it_runs_scores_as_it_began(tmp_path: Path) -> None:
+    file = tmp_path / "edited.py"
+    text = "import os\ndef f(completion, row):\n    return os._exit(1) if completion == 'exit' else {}\n"
+    file.write_text(text.format(1.0))
+
+    async def check(pool: RewardPool) -> None:
+        file.write_text(text.format(2.0))
+        assert (await score(pool, "exit")).status == Status.REWARD_FAILED
+        values = await asyncio.gather(*(score(pool, "a") for _ in range(2)))
+        # Mutations: read the file anew -> 2.0, from the process that takes the dead one's place, or from the
+        # second, which starts only now.
+        assert [value.reward for value in values] == [1.0, 1.0]
+        assert pool.statistics().num_processes_started == 3
+
+    in_pool(RewardSpec(f"{file}:f"), check, num_workers=2)
+
+
+def test_without_memory_the_kernel_ends_a_worker_before_the_server(behave: RewardSpec) -> None:
+    def oom_score(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+    async def check(pool: RewardPool) -> None:
+        (worker,) = psutil.Process().children()
+        assert oom_score(worker.pid) == 1000
+
+    if not Path("/proc/self/oom_score_adj").exists():
+        pytest.skip("only Linux kills by score")
+    in_pool(behave, check)
 
 
 def test_an_async_call_that_blocks_the_event_loop_is_killed(rewards_module: str) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +29,21 @@ def test_our_own_style_gets_completion_and_row() -> None:
         return scale * len(completion) + row["bonus"]
 
     own = reward(brevity, scale=10.0)
-    assert (own.takes_group, own.is_async) == (False, False)
+    assert (own.traits.takes_group, own.traits.is_async) == (False, False)
     assert own.call(request("abc", row={"bonus": 1})) == 31.0
+
+
+def test_the_functions_of_the_docs_are_called_as_the_docs_say() -> None:
+    # Mutation: rename a parameter of one in docs/rewards.md -> it is called in another style, or refused.
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    functions: dict[str, Callable[..., Any]] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, functions)
+    row = {"prompt": CHAT, "answer": "5", "reward_model": {"ground_truth": "5"}}
+    call = {name: reward(functions[name]).call for name in ("brevity", "compute_score", "longest_wins")}
+    assert call["brevity"](request("ab", row=row)) == -0.002
+    assert call["compute_score"](request("5 ", row=row)) == {"score": 1.0, "acc": 1.0}
+    assert call["longest_wins"](request("a", "bb", row=row, prompt=CHAT)) == [0.0, 1.0]
 
 
 def test_a_verl_file_gets_what_verl_gives_it() -> None:
@@ -44,7 +60,8 @@ def test_a_verl_file_gets_what_verl_gives_it() -> None:
         {"index": 7},
     )
     # A row of another make: its answer is the ground truth, and there is no extra information.
-    assert call(request("a", row={"answer": "5"}, answer="5"))["seen"] == ("", "a", "5", {})
+    for row in ({"answer": "5"}, {"answer": "5", "reward_model": {"ground_truth": None}, "extra_info": None}):
+        assert call(request("a", row=row, answer="5"))["seen"] == ("", "a", "5", {})
 
 
 def test_verls_scorers_take_only_what_they_name() -> None:
@@ -59,7 +76,7 @@ def test_a_trl_function_gets_lists_and_columns() -> None:
         return prompts, completions, completion_ids, columns
 
     own = reward(f)
-    assert own.takes_group
+    assert own.traits.takes_group
     row = {"prompt": "p", "answer": "a", "level": 3}
     assert own.call(request("x", "yz", row=row, prompt="p")) == (
         ["p", "p"],
@@ -83,7 +100,7 @@ def test_a_trl_function_without_keywords_gets_the_columns_that_it_names() -> Non
         return completions, answer, limit
 
     own = reward(f, limit=5)
-    assert own.columns == ("answer",)
+    assert own.traits.columns == ("answer",)
     assert own.call(request("x", row={"answer": "a", "level": 3, "limit": 1})) == (["x"], ["a"], 5)
 
 
@@ -96,7 +113,7 @@ def test_objects_and_partials_are_functions_too() -> None:
         return scale * len(completion)
 
     judge = reward(Judge())
-    assert (judge.takes_group, judge.is_async) == (True, True)
+    assert (judge.traits.takes_group, judge.traits.is_async) == (True, True)
     assert asyncio.run(judge.call(request("a", "b"))) == [2.0, 2.0]
     assert reward(partial(scaled, 3.0)).call(request("ab")) == 6.0
 
@@ -108,8 +125,8 @@ def test_async_functions_are_known() -> None:
     async def verls(solution_str: str, ground_truth: str) -> float:
         return 1.0
 
-    assert [reward(f).is_async for f in (ours, verls)] == [True, True]
-    assert [reward(f).takes_group for f in (ours, verls)] == [False, False]
+    assert [reward(f).traits.is_async for f in (ours, verls)] == [True, True]
+    assert [reward(f).traits.takes_group for f in (ours, verls)] == [False, False]
 
 
 @pytest.mark.parametrize(
@@ -118,13 +135,19 @@ def test_async_functions_are_known() -> None:
         (lambda text: 1.0, r"style asyncrl.*its parameters are \(text\)"),
         (lambda completion, ground_truth: 1.0, r"style verl.*\(completion, ground_truth\)"),
         (lambda completions, trainer_state: [1.0], r"asyncrl has no 'trainer_state'"),
+        (lambda completions, prompt, **columns: [1.0], r"asyncrl has no 'prompt'"),
+        (lambda prompts, completions, completion: [1.0], r"asyncrl has no 'completion'"),
+        (lambda *args, **kwargs: 1.0, r"\(\*args, \*\*kwargs\), do not say how.*asyncrl, verl, trl"),
+        (lambda **kwargs: 1.0, r"\(\*\*kwargs\), do not say how it is called; set reward.style"),
+        (Fraction, r"is a class; make an object of it"),
         (lambda a, b, c=1, *, d: 1.0, r"missing a required.*'d'.*\(a, b, c=1, \*, d\)"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_with_its_parameters(
     function: Callable[..., Any], message: str
 ) -> None:
-    # Mutation: only imported, so that it fails in every rollout instead.
+    # Mutations: only imported, so that it fails in every rollout instead; (*args, **kwargs) called in our style;
+    # a column that TRL keeps back taken for one that rows have.
     with pytest.raises(ConfigError, match=message):
         reward(function)
 
@@ -151,9 +174,34 @@ def test_what_values_are() -> None:
         assert read_value(bad).reward is None
 
 
-def test_arrays_are_lists_of_values() -> None:
+def test_an_exception_in_a_list_fails_its_completion_alone() -> None:
+    # As asyncio.gather(..., return_exceptions=True) gives them. Mutation: float() of it fails -> "not a number".
+    own = reward(lambda completions: completions)
+    reply = reply_of(own, request("a", "b"), [1.0, TimeoutError("no answer")])
+    assert [(value.reward, value.error) for value in reply.values] == [
+        (1.0, ""),
+        (None, "TimeoutError: no answer"),
+    ]
+
+
+def test_each_of_a_dicts_numbers_is_a_metric_so_they_are_few() -> None:
+    # Mutation: no bound -> a reward whose keys are texts makes a metric of each, and no message holds them.
+    assert len(read_value({"score": 1.0, **{str(n): n for n in range(100)}}).extras) == 100
+    for extras in ({str(n): n for n in range(101)}, {"k" * 101: 1}):
+        value = read_value({"score": 1.0, **extras})
+        assert (value.reward, value.extras) == (None, {})
+        assert f"{len(extras)} numbers beside 'score'; at most 100" in value.error
+    # What is no number makes no metric.
+    assert read_value({"score": 1.0, **{str(n): "text" for n in range(101)}}).reward == 1.0
+
+
+def test_arrays_are_lists_of_values_and_sets_are_not() -> None:
     import numpy as np
 
     own = reward(lambda completions: completions)
     reply = reply_of(own, request("a", "b"), np.array([0.5, 1.5]))
     assert [value.reward for value in reply.values] == [0.5, 1.5]
+    # Mutation: list(result) of a set -> values in the order of their hashes.
+    for unordered in ({0.5, 1.5}, {0.5: "a", 1.5: "b"}.keys()):
+        with pytest.raises(TypeError, match="not a list with a number for each completion"):
+            reply_of(own, request("a", "b"), unordered)

@@ -121,6 +121,22 @@ def test_the_users_own_reward_reads_whatever_columns_it_likes(tmp_path: Path) ->
     check([{}], {"name": f"{tmp_path}/own.py:f"})
 
 
+def test_a_verl_function_that_requires_a_ground_truth_needs_one_in_every_row(tmp_path: Path) -> None:
+    # Mutation: not checked -> it compares with None, and every rollout of the run scores 0.
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.0\n"
+        "def no_truth(data_source, solution_str, ground_truth=None): return 0.0\n"
+    )
+    score, given = {"name": f"{tmp_path}/score.py"}, {"reward_model": {"ground_truth": ["a", {"b": 1}]}}
+    check([given, {"answer": 5}], score)
+    with pytest.raises(
+        DataError, match=r"line 2, column 'answer': missing, and reward '.*score\.py' compares"
+    ):
+        check([given, {"solution": "5"}], score)
+    check([{}], {"name": f"{tmp_path}/score.py:no_truth"})
+    check([{}], {**score, "kwargs": {"ground_truth": "5"}})
+
+
 def test_a_column_that_a_list_reward_takes_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "lists.py").write_text("def f(completions, level, limit, **columns): return [0.0]")
     reward = {"name": f"{tmp_path}/lists.py:f", "kwargs": {"limit": 3}}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config import DataConfig
-from asyncrl.envs.rows import answer_of, lookup, shape_row
+from asyncrl.envs.rows import answer_of, lookup, shape_row, source_of
 from asyncrl.errors import DataError
 
 
@@ -115,3 +115,18 @@ def test_the_answer_is_the_answer_key_then_verls_ground_truth(
 ):
     # Catches: ground truth first; `or` instead of None (an empty answer is one).
     assert answer_of(row, DataConfig(answer_key=answer_key)) == answer
+
+
+@pytest.mark.parametrize(
+    ("row", "source"),
+    [
+        ({"data_source": "openai/gsm8k"}, "openai/gsm8k"),
+        ({"data_source": 7}, "7"),
+        ({"data_source": ""}, ""),
+        # Mutation: str(None) -> rewards and numbers of a source called "None".
+        ({"data_source": None}, "other"),
+        ({}, "other"),
+    ],
+)
+def test_the_source_is_its_column_unless_that_says_nothing(row: dict[str, Any], source: str) -> None:
+    assert source_of(row, DataConfig(), "other") == source

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from reward_cases import answer, in_rewards, rewards_config
 
 from asyncrl.envs.env import RewardOutcome
+from asyncrl.envs.group_scoring import GroupScoring
 from asyncrl.envs.weighted_rewards import WeightedRewards
 from asyncrl.errors import ConfigError
 from asyncrl.types import Status
@@ -68,6 +71,29 @@ def test_weights_sources_lists_and_components(file: str) -> None:
             nothing,
             RewardOutcome(-0.0, Status.SCORED, components={"rank": 0.0}),
         ]
+
+    in_rewards(config, check)
+
+
+def test_one_reward_of_eight_that_never_ends_costs_its_own_rollout_alone(tmp_path: Path) -> None:
+    # Mutation: the worker is not replaced, or the group ends with its first failure -> fewer than 7 scores.
+    file = tmp_path / "hanging.py"
+    file.write_text(
+        "import time\n"
+        "def f(completion, row):\n    return time.sleep(600) if completion == '3' else float(completion)\n"
+    )
+    config = rewards_config({"name": f"{file}:f"}, **{"timeouts.reward_s": 2.0})
+
+    async def check(rewards: WeightedRewards) -> None:
+        scoring = GroupScoring(rewards, {}, 8, timed=nullcontext)
+
+        async def rollout(sample: int) -> RewardOutcome:
+            with scoring.rollout() as score:
+                return await score(answer(str(sample)))
+
+        outcomes = await asyncio.gather(*(rollout(sample) for sample in range(8)))
+        assert [outcome.reward for outcome in outcomes] == [0.0, 1.0, 2.0, None, 4.0, 5.0, 6.0, 7.0]
+        assert outcomes[3].status is Status.REWARD_TIMEOUT
 
     in_rewards(config, check)
 

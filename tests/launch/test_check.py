@@ -165,6 +165,47 @@ def test_a_model_that_is_not_here_is_said_so_and_nothing_is_fetched(tmp_path: Pa
     assert shown["prompts"].startswith("10000 from rev4")
 
 
+def test_a_reward_model_of_the_hub_is_brought_and_checked_before_anything_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = config_of(model, "reward=model:owner/judge")
+    judge = model.parent / "judge"
+    asked: list[tuple[str, str]] = []
+
+    def hub_folder(name: str, *, local_files_only: bool) -> Path | None:
+        return judge if judge.is_dir() else None
+
+    async def fetch_model(name: str, key: str = "model") -> Path:
+        asked.append((name, key))
+        if key == "reward":
+            make_model_folder(judge)  # no classifier
+        return Path(name)
+
+    monkeypatch.setattr("asyncrl.envs.reward_model.hub_folder", hub_folder)
+    monkeypatch.setattr(prepare, "fetch_model", fetch_model)
+    assert dict(check(config))["reward"].startswith("owner/judge: not here yet")
+    # Mutations: not fetched -> the rollout server asks the Hub, after a minute; not checked again once it is
+    # here -> its folder is first looked at by the server's reward process.
+    with pytest.raises(ConfigError, match=r"reward model:owner/judge: .*not a sequence classifier"):
+        asyncio.run(prepare.prepare(config))
+    assert asked == [("owner/judge", "reward")]
+    with pytest.raises(ConfigError, match=r"reward model:owner/judge: .*not a sequence classifier"):
+        check(config)
+
+
+def test_a_reward_model_is_not_brought_to_a_node_without_rollout_servers(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def fetch_model(name: str, key: str = "model") -> Path:
+        assert key == "model"
+        return Path(name)
+
+    monkeypatch.setattr("asyncrl.envs.reward_model.hub_folder", lambda name, **options: None)
+    monkeypatch.setattr(prepare, "fetch_model", fetch_model)
+    config = config_of(model, "reward=model:owner/judge")
+    assert asyncio.run(prepare.prepare(config, start=("learner",))).model_path == model
+
+
 @pytest.mark.parametrize("content", [None, b"\x02", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"])
 def test_a_folder_without_readable_safetensors_is_refused(content: bytes | None, model: Path):
     # Mutation: count no files as no parameters -> "0.00 M parameters".

@@ -30,11 +30,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str, local_files_only: bool) -> None:
+    def fail(name: str, *, local_files_only: bool) -> None:
         if not local_files_only:
             raise ConnectionError("no route to the Hub")
 
-    monkeypatch.setattr(source, "_hub_folder", fail)
+    monkeypatch.setattr(source, "hub_folder", fail)
 
 
 def test_tiny_is_made_once_even_by_two_at_the_same_time(tmp_path: Path, made: list[Path]) -> None:
