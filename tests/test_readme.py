@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.config import Config, all_keys, validate_config
+from asyncrl.config import Config, all_keys, load_config, validate_config
+from asyncrl.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,6 +37,27 @@ def test_the_readmes_configuration_is_valid_and_its_table_of_renames_names_real_
     renamed = re.findall(r"^\| `[^|]*\| `([a-z_.]+)`", text, re.MULTILINE)
     assert len(renamed) > 5
     assert [key for key in renamed if key not in keys] == []
+
+
+def renames() -> list[tuple[str, str]]:
+    """(key elsewhere, key here) of the README's table and of docs/migrating.md's command line."""
+    table = re.findall(r"^\| (`[^|]*`) \| `([a-z_.]+)`", (ROOT / "README.md").read_text(), re.MULTILINE)
+    pairs = [(theirs, ours) for cell, ours in table for theirs in re.findall(r"`([^`]+)`", cell)]
+    page = (ROOT / "docs" / "migrating.md").read_text()
+    return pairs + re.findall(r"^  ([a-z_.]+)=\S+ +'?([a-z_.]+)=.*$", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), renames())
+def test_a_key_in_verls_or_trls_way_is_refused_with_its_name_here(theirs: str, ours: str):
+    # Mutations: drop a line of mistakes.NAMES_ELSEWHERE; ask of an unknown table only its own name.
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"{theirs}=1"])
+    assert str(caught.value).startswith(f"{theirs}: unknown key; ")
+    assert re.search(rf"(here it is|did you mean) {re.escape(ours)}\b", str(caught.value)), caught.value
+
+
+def test_the_command_line_of_the_migrating_page_was_found():
+    assert len(renames()) > 25
 
 
 def test_every_make_target_of_the_readme_exists():

@@ -13,7 +13,12 @@ from asyncrl.config.tree import Config
 
 NAMES_ELSEWHERE = {
     "train_batch_size": "learner.prompts_per_batch",
+    "train_files": "data.train",
+    "val_files": "data.eval",
+    "reward_fn_key": "data.source_key",
+    "model.path": "model",
     "n": "rollout.group_size",
+    "val_kwargs.n": "eval.num_samples",
     "num_generations": "rollout.group_size",
     "max_response_length": "rollout.max_completion_tokens",
     "max_completion_length": "rollout.max_completion_tokens",
@@ -33,8 +38,16 @@ NAMES_ELSEWHERE = {
     "staleness_threshold": "max_staleness",
     "max_off_policy_steps": "max_staleness",
     "test_freq": "eval.every",
+    "eval_steps": "eval.every",
+    "save_freq": "checkpoint.every",
+    "logger": "run.trackers",
+    "report_to": "run.trackers",
+    "experiment_name": "run.name",
+    "custom_reward_function.path": "reward",
+    "reward_funcs": "reward",
+    "reward_weights": "reward, as weight of each",
 }
-"""What verl, TRL and AReaL call a key."""
+"""What verl, TRL and AReaL call a key: its name, or the end of its path where the name alone says too little."""
 
 
 def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
@@ -43,7 +56,7 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
         path = _key_path(item["loc"], tree)
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            yield f"{path}: unknown key{_did_you_mean(path)}"
+            yield from _unknown(path, item["input"])
         elif not path:
             yield message
         elif item["type"] == "value_error":
@@ -86,17 +99,48 @@ def _without_indices(path: str) -> str:
     return ".".join(part for part in path.split(".") if not part.isdigit())
 
 
-def _did_you_mean(path: str) -> str:
-    """What the key is called here, then the nearest of its own table, then the same word in another one."""
-    known = sorted(set(all_keys(Config)))
+def _unknown(path: str, value: Any) -> Iterator[str]:
+    """An unknown key, or each key of an unknown table: another system's tables have keys with names here."""
+    if name := _renamed(path) or _misspelt(path):
+        yield f"{path}: unknown key; {name}"
+    elif isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _unknown(f"{path}.{key}", inner)
+    else:
+        yield f"{path}: unknown key; {_moved(path) or _known_keys(path)}"
+
+
+def _renamed(path: str) -> str:
+    """What the key of another system is called here; empty when it is none."""
+    names = path.split(".")
+    ends = (".".join(names[start:]) for start in range(len(names)))
+    return next((f"here it is {NAMES_ELSEWHERE[end]}" for end in ends if end in NAMES_ELSEWHERE), "")
+
+
+def _misspelt(path: str) -> str:
+    """The nearest key of the same table, if one is near."""
     parent, _, key = _without_indices(path).rpartition(".")
-    siblings = [k for k in known if k.rpartition(".")[0] == parent]
-    if key in NAMES_ELSEWHERE:
-        return f"; here it is {NAMES_ELSEWHERE[key]}"
-    near = difflib.get_close_matches(key, [s.rpartition(".")[2] for s in siblings], n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {parent + '.' if parent else ''}{near[0]}?"
-    elsewhere = [k for k in known if k.rpartition(".")[2] == key]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
-    return f"; {parent or 'the top level'} has: {', '.join(s.rpartition('.')[2] for s in siblings)}"
+    near = difflib.get_close_matches(key, _children(parent), n=1, cutoff=0.6)
+    return f"did you mean {parent + '.' if parent else ''}{near[0]}?" if near else ""
+
+
+def _moved(path: str) -> str:
+    """The same word in another table, if there is one; of several the one whose table has the same name too."""
+    word = path.rpartition(".")[2]
+    keys = [key for key in sorted(set(all_keys(Config))) if key.rpartition(".")[2] == word]
+    closest = [key for key in keys if path.endswith(f".{key}")] or keys
+    return f"did you mean {closest[0]}?" if closest else ""
+
+
+def _known_keys(path: str) -> str:
+    """What the innermost table that there is holds."""
+    table = _without_indices(path)
+    while table and not _children(table):
+        table = table.rpartition(".")[0]
+    return f"{table or 'the top level'} has: {', '.join(_children(table))}"
+
+
+def _children(table: str) -> list[str]:
+    """Names of the keys of a table; empty for one that there is not."""
+    keys = (key.rpartition(".") for key in sorted(set(all_keys(Config))))
+    return [name for parent, _, name in keys if parent == table]

@@ -38,7 +38,9 @@ class Config(Table):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds the data order and every request."""
     data: DataConfig = DataConfig()
-    reward: Annotated[tuple[RewardConfig, ...], AfterValidator(not_empty)] = (RewardConfig(name="exact_match"),)
+    reward: Annotated[tuple[RewardConfig, ...], AfterValidator(not_empty)] = (
+        RewardConfig(name="exact_match"),
+    )
     """Name of one reward (see RewardConfig.name), or a list of rewards (names or tables) that are added up."""
     eval: EvalConfig = EvalConfig()
     rollout: RolloutConfig = RolloutConfig()
