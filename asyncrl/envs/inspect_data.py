@@ -20,7 +20,7 @@ def describe(dataset: Dataset, data: DataConfig, num_rows: int) -> Iterator[str]
     for counts, part in zip(dataset.counts, dataset.parts, strict=True):
         share = f", {counts.share:.1%} of the prompts" if len(dataset.parts) > 1 else ""
         yield f"{counts.name}: {counts.num_kept} of {counts.num_rows} rows kept{share}"
-        yield from _dropped(counts, data)
+        yield from _dropped(counts, part.rows.is_cut, data)
         yield f"  prompt tokens: {lengths_in_words(np.diff(part.starts).astype(np.int32))}"
         for index in range(min(num_rows, len(part))):
             yield from _row(part[index], part.rows.where(int(part.kept[index])), data)
@@ -35,7 +35,9 @@ def lengths_in_words(lengths: Int32) -> str:
     return f"min {lengths.min()}  mean {lengths.mean():.1f}  p50 {p50}  p95 {p95}  max {lengths.max()}"
 
 
-def _dropped(counts: SourceCounts, data: DataConfig) -> Iterator[str]:
+def _dropped(counts: SourceCounts, is_cut: bool, data: DataConfig) -> Iterator[str]:
+    if is_cut:
+        yield f"  only its first {data.max_rows} rows, as data.max_rows says; it has more"
     if counts.num_filtered:
         yield f"  {counts.num_filtered} left out by its filter"
     if counts.num_too_long:
