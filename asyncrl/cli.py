@@ -156,7 +156,7 @@ def data(
     train_rows = load_rows(loaded.data.train, loaded.data, loaded.seed)
     for key, sources in (("data.train", train_rows), ("data.eval", load_eval_rows(loaded))):
         if sources:
-            shown = describe(tokenize(sources, loaded.data, tokenizer), loaded.data, rows)
+            shown = describe(tokenize(sources, loaded.data, tokenizer), loaded.data, tokenizer, rows)
             print(key, *shown, sep="\n")
 
 

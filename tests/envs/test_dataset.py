@@ -204,6 +204,13 @@ def test_messages_go_through_the_template_with_the_generation_prompt() -> None:
     assert token_lists(own_system, as_chat, tokenizer) == [ids_of("s:Tu:aba:")]
 
 
+def test_a_system_prompt_that_would_go_nowhere_is_refused() -> None:
+    # Catches: a string prompt taken as it is, the system prompt ignored without a word.
+    data = DataConfig(system_prompt="Be brief.")
+    with pytest.raises(DataError, match=r"row 0 .*data\.system_prompt 'Be brief\.' .*set data\.as_chat: true"):
+        tokenized([{"prompt": "ab"}], data, build_tokenizer())
+
+
 def test_a_template_and_a_tokenizer_that_both_add_bos_give_exactly_one() -> None:
     # Catches: encoding the rendered template with add_special_tokens=True.
     tokenizer = build_tokenizer()
