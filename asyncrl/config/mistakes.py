@@ -43,9 +43,9 @@ NAMES_ELSEWHERE = {
     "logger": "run.trackers",
     "report_to": "run.trackers",
     "experiment_name": "run.name",
-    "custom_reward_function.path": "reward",
+    "custom_reward_function.path": "reward, which takes its path",
     "reward_funcs": "reward",
-    "reward_weights": "reward, as weight of each",
+    "reward_weights": "reward, a list of tables {name: ..., weight: ...}",
 }
 """What verl, TRL and AReaL call a key: its name, or the end of its path where the name alone says too little."""
 

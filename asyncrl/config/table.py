@@ -24,7 +24,7 @@ def not_built(value: Any, built: tuple[Any, ...]) -> Any:
 def not_empty(value: tuple[Any, ...]) -> tuple[Any, ...]:
     """Refuses an empty list. As a validator after the items': `min_length` would count wrong items as absent."""
     if not value:
-        raise ValueError("() is empty; name at least one")
+        raise ValueError("() is empty; it needs at least 1 item")
     return value
 
 

@@ -95,6 +95,22 @@ def test_the_text_shown_is_what_the_tokens_say(tmp_path: Path):
     assert shown[-2] == "    | <bos>a .<unk>"
 
 
+def test_the_data_of_evaluations_is_shown_whether_or_not_a_run_would_evaluate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path
+):
+    # Mutation: refuse data.eval without eval.every in the configuration itself.
+    for every in ((), ("eval.every=3",)):
+        words = (f"model={model}", "data.eval=sort4", "data.max_rows=2", "--rows", "0", *every)
+        assert run(*words, monkeypatch=monkeypatch) == 0
+        titles = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+        assert titles == [
+            "data.train",
+            "rev4: 2 of 2 rows kept",
+            "data.eval",
+            "sort4: 2 of 2 rows kept",
+        ]
+
+
 def test_a_generator_that_has_more_rows_is_said_to(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path
 ):

@@ -51,6 +51,7 @@ REFUSED = [
     (["reward=[exact_match, {name: gsm8k_strict, data_source: [x]}]"], ["gsm8k_strict", "data_source 'x'"]),
     (["reward={name: exact_match, data_source: [x]}"], ["no reward applies", "data_source ''"]),
     (["data.train=missing.jsonl"], ["missing.jsonl", "data.train"]),
+    (["data.eval=[rev4, sort4]"], ["data.eval: rev4, sort4", "eval.every 0", "data.eval=null"]),
     (["data.answer_key=solution"], ["solution", "data.answer_key"]),
     (["run.name=model"], ["run.name", "exists already", "choose another"]),
 ]
