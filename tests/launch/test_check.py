@@ -142,6 +142,18 @@ def test_check_shows_the_numbers_that_the_config_amounts_to(
     assert shown["rollout-server-0"] == "cores 4,5"
 
 
+def test_check_counts_the_epochs_of_the_source_that_is_drawn_most(tmp_path: Path, model: Path):
+    # 60 versions x 16 = 960 prompts: 768 of one source's 4 rows, 192 of the other's 12. Mutation: 960 / 16 rows.
+    for name, num_rows in (("few", 4), ("many", 12)):
+        row = {"prompt": "ab", "answer": "x"}
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * num_rows)
+    weighted = f"data.train=[{{path: {tmp_path}/few.jsonl, weight: 4}}, {tmp_path}/many.jsonl]"
+    end = "960 prompts, 192.00 epochs (of the source least drawn, 16.00)"
+    assert dict(check(config_of(model, weighted)))["the run"].endswith(end)
+    equal = f"data.train=[{tmp_path}/few.jsonl, {tmp_path}/many.jsonl]"
+    assert dict(check(config_of(model, equal)))["the run"].endswith("960 prompts, 60.00 epochs")
+
+
 def test_check_shows_each_process_with_its_own_gpus(model: Path, monkeypatch: pytest.MonkeyPatch):
     # Mutation: ask for the CPU's placement -> no GPUs are shown.
     monkeypatch.setattr(resources, "_num_gpus_present", lambda: 8)
