@@ -207,7 +207,9 @@ def test_messages_go_through_the_template_with_the_generation_prompt() -> None:
 def test_a_system_prompt_that_would_go_nowhere_is_refused() -> None:
     # Catches: a string prompt taken as it is, the system prompt ignored without a word.
     data = DataConfig(system_prompt="Be brief.")
-    with pytest.raises(DataError, match=r"row 0 .*data\.system_prompt 'Be brief\.' .*set data\.as_chat: true"):
+    with pytest.raises(
+        DataError, match=r"row 0 .*data\.system_prompt 'Be brief\.' .*set data\.as_chat: true"
+    ):
         tokenized([{"prompt": "ab"}], data, build_tokenizer())
 
 
