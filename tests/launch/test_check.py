@@ -74,6 +74,22 @@ def test_check_and_a_run_refuse_the_same_things_in_the_same_words(
         assert part in str(checked.value)
 
 
+def test_a_model_without_a_chat_template_is_named_before_anything_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Mutation: the template looked for when the first prompt is leased.
+    rows = model.parent / "rows.jsonl"
+    rows.write_text('{"prompt": [{"role": "user", "content": "ab"}], "answer": "x"}\n')
+    config = config_of(model, f"data.train={rows}")
+    for refuse in (check, lambda config: run_prepare(config, monkeypatch)):
+        with pytest.raises(DataError) as caught:
+            refuse(config)
+        for part in (f"{rows}, line 1", str(model), "no chat template", "chat_template.jinja"):
+            assert part in str(caught.value)
+    rows.write_text('{"prompt": "ab", "answer": "x"}\n')
+    assert len(run_prepare(config, monkeypatch).dataset) == 1
+
+
 def test_snapshots_that_do_not_fit_are_refused_to_the_byte(model: Path, monkeypatch: pytest.MonkeyPatch):
     # [10, 8] takes 320 bytes and [7] 28, each rounded up to 64: 384, and two versions at once. Mutation: one
     # version, or no rounding -> 767 bytes would do.
