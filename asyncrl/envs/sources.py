@@ -201,7 +201,9 @@ def _files(name: str) -> list[str]:
         if not (files := sorted(file for file in glob.glob(name, recursive=True) if os.path.isfile(file))):
             raise DataError(f"{name}: the pattern matches no file")
         return files
-    return [name] if Path(name).suffix in (".json", ".jsonl", ".parquet") else []
+    # What is there and no file would be read for ever: a pipe without a writer.
+    named_like_one = Path(name).suffix in (".json", ".jsonl", ".parquet") and not os.path.exists(name)
+    return [name] if named_like_one else []
 
 
 def _whole(source: SourceConfig, key: str) -> str:

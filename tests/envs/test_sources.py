@@ -264,6 +264,13 @@ def test_a_json_file_that_is_not_there_is_not_looked_for_on_the_hub():
         rows_of("data/none.json")
 
 
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path):
+    # Mutation: go by the name alone -> open() waits for a writer that never comes.
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match=r"pipe\.jsonl' is neither a file nor a folder"):
+        rows_of(tmp_path / "pipe.jsonl")
+
+
 @pytest.mark.parametrize("asked", [{"split": "test"}, {"subset": "main"}])
 def test_a_file_or_task_that_is_asked_for_a_part_is_refused(asked: dict[str, str], tmp_path: Path):
     # Mutation: leave a call of _whole out -> all rows are taken, whatever the split says.
