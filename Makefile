@@ -5,6 +5,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 # Elsewhere this index holds the CPU build of torch; where a local wheel is found it is not needed.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Tests with engines one after another in one process, the others beside them.
+TWO_AT_ONCE := -n 2 --dist loadgroup
 
 .PHONY: help quickstart tiny test test-all lint env clean
 
@@ -23,10 +25,10 @@ tiny: env
 	$(BIN)/asyncrl train configs/tiny.yaml
 
 test: env
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "not slow"
 
 test-all: env
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO_AT_ONCE)
 
 lint: env
 	$(BIN)/ruff check .

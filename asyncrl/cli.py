@@ -41,7 +41,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 def split_arguments(config: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
     """The config file may be left out: then the first word is an override already."""
     words = list(overrides or [])
-    if config is not None and "=" in config:
+    if config is not None and "=" in config and not os.path.isfile(config):
         return None, [config, *words]
     return Path(config) if config is not None else None, words
 

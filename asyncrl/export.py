@@ -86,6 +86,9 @@ def export_folder(source: Path, out: Path, dtype: str | None = None) -> int:
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     try:
         partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made ({error.strerror}); export to another folder") from error
+    try:
         _write_weights(tensors, partial, dtype)
         _write_config(found.model, partial, dtype)
         copy_companions(found.model, partial)
@@ -98,16 +101,18 @@ def export_folder(source: Path, out: Path, dtype: str | None = None) -> int:
 
 def find_source(path: Path) -> ExportSource:
     """What `path` is: a run directory, or a model's folder (which may be a run's). Raises ConfigError."""
-    if (path / "config.yaml").is_file():
-        if not (path / "model" / "config.json").is_file():
-            raise ConfigError(f"{path} has no model: {_why_no_model(path)}")
-        return ExportSource(path / "model", path)
     if (path / "config.json").is_file():
         run = path.resolve().parent
-        return ExportSource(path, run if (run / "config.yaml").is_file() else None)
-    raise ConfigError(
-        f"{path} is neither a run directory (it has no config.yaml) nor a model's folder (no config.json)"
-    )
+        # Others may have a config.yaml too.
+        is_run = all((run / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+        return ExportSource(path, run if is_run else None)
+    if not (path / "config.yaml").is_file():
+        raise ConfigError(
+            f"{path} is neither a run directory (it has no config.yaml) nor a model's folder (no config.json)"
+        )
+    if not (path / "model" / "config.json").is_file():
+        raise ConfigError(f"{path} has no model: {_why_no_model(path)}")
+    return ExportSource(path / "model", path)
 
 
 def find_tensors(model_path: Path) -> list[StoredTensor]:
@@ -222,6 +227,7 @@ def _write_config(model_path: Path, folder: Path, dtype: str | None) -> None:
     config = read_model_config(model_path)
     if dtype is not None:
         _set_dtype(config, dtype)
+        config["dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -22,6 +22,7 @@ CARD_NAME = "README.md"
 NUM_LAST = 5
 """Versions at the end whose mean reward is shown."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+PATH_BEGINNINGS = ("/", "~", "./", "../")
 EVALUATION_AREA = "val-core/"
 """The numbers of an evaluation that are shown: verl's name for the main ones."""
 
@@ -101,7 +102,7 @@ def render_card(config: Config, figures: Figures) -> str:
     base = shown_name(config.model)
     version = importlib.metadata.version("asyncrl")
     front: dict[str, Any] = {
-        "base_model": config.model if HUB_NAME.fullmatch(config.model) else None,
+        "base_model": config.model if _is_on_the_hub(config.model) else None,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["asyncrl", "reinforcement-learning", config.algorithm.type],
@@ -136,9 +137,20 @@ vllm serve path/of/this/folder
 """
 
 
-def shown_name(path: str) -> str:
-    """A name as it is; of a folder or file elsewhere on the trainer's machine only its last part."""
-    return Path(path).name if path.startswith(("/", "~", "./", "../")) else path
+def shown_name(name: str) -> str:
+    """A name as it is; of a folder or file elsewhere on the trainer's machine only its last part.
+
+    Such a path may stand behind a word: `model:/home/me/judge` is `model:judge`.
+    """
+    word, _, path = name.partition(":")
+    if path.startswith(PATH_BEGINNINGS):
+        return f"{word}:{Path(path).name}"
+    return Path(name).name if name.startswith(PATH_BEGINNINGS) else name
+
+
+def _is_on_the_hub(model: str) -> bool:
+    """A folder in the current one has the form of a name on the Hub, and comes before it."""
+    return HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
 
 
 def _figure_rows(figures: Figures) -> list[tuple[str, str]]:

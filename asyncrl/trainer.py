@@ -15,23 +15,30 @@ JSONL file, a function the file and name it is imported from. Nothing is pickled
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import json
 import os
+import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from asyncrl.cache import cache_folder
 from asyncrl.config import Config, load_config, validate_config
+from asyncrl.envs.rows import shape_row
 from asyncrl.errors import ConfigError
-from asyncrl.run_directory import default_run_name
 
 Rows = Iterable[Mapping[str, Any]]
 RewardFunction = Callable[..., Any]
+Reward = str | RewardFunction | Mapping[str, Any]
+"""A name as in the config's `reward`, a function, or a table whose `name` is one of those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,53 +56,50 @@ class TrainResult:
 
 
 class Trainer:
-    """One run. Nothing is started, and nothing heavy imported, before `train`."""
+    """A run from a script. Nothing is started, and nothing heavy imported, before `train`."""
 
     def __init__(
         self,
         model: Any = None,
         *,
-        reward_funcs: str | RewardFunction | list[str | RewardFunction] | None = None,
-        train_dataset: str | Rows | None = None,
-        eval_dataset: str | Rows | None = None,
+        reward_funcs: Reward | Sequence[Reward] | None = None,
+        train_dataset: str | Path | Rows | None = None,
+        eval_dataset: str | Path | Rows | None = None,
         processing_class: Any = None,
-        config: str | Path | Mapping[str, Any] | None = None,
+        config: str | Path | Config | Mapping[str, Any] | None = None,
         **keys: Any,
     ) -> None:
-        """Raises ConfigError for what cannot run, as `asyncrl check` would.
+        """Raises ConfigError for a wrong configuration, and DataError for rows that are no JSON.
 
         `model`: a name or folder, or a transformers model, whose tokenizer is `processing_class`.
         `reward_funcs`: one or several; names as in the config's `reward`, or functions that stand at the top of
-        a file, called in asyncrl's, verl's or TRL's way by their parameters' names; with several, their sum.
+        a file, called in asyncrl's, verl's or TRL's way by their parameters' names; with several, their sum,
+        weighted where a table says so: `{"name": brevity, "weight": 0.1}`.
         `train_dataset`, `eval_dataset`: a path or name as in `data.train`, or rows (dicts, a `datasets.Dataset`).
-        `config`: a YAML file or a tree to start from. `keys`: top-level keys on top of it, tables as dicts:
-        `Trainer(..., algorithm="grpo", max_staleness=1, learner={"lr": 1e-5})`.
+        `config`: a YAML file, a Config or a tree to start from. `keys`: top-level keys on top of it, tables as
+        dicts: `Trainer(..., algorithm="grpo", max_staleness=1, learner={"lr": 1e-5})`.
         """
         tree = _tree_of(config)
         for key, value in keys.items():
             _put(tree, key, value)
-        data = {
-            name: rows
-            for name, rows in (("train", train_dataset), ("eval", eval_dataset))
-            if rows is not None
-        }
-        for name, rows in data.items():
-            _put(tree, "data", {name: rows if isinstance(rows, str) else _save_rows(rows, f"{name}_dataset")})
+        for name, data in (("train", train_dataset), ("eval", eval_dataset)):
+            if data is not None:
+                _put(tree, "data", {name: _path_of(data, f"{name}_dataset")})
         if reward_funcs is not None:
-            several = isinstance(reward_funcs, list | tuple)
-            tree["reward"] = [
-                _name_of(function) for function in (reward_funcs if several else [reward_funcs])
-            ]
-        if model is not None:
-            tree["model"] = (
-                str(model) if isinstance(model, str | Path) else _save_model(model, processing_class)
+            several: Sequence[Any] = (
+                reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
             )
-        if not tree.get("run", {}).get("name"):
-            _put(tree, "run", {"name": default_run_name()})
+            tree["reward"] = [_table_of(reward) for reward in several]
+        if model is not None or processing_class is not None:
+            tree["model"] = _folder_of(model, processing_class)
         self.config: Config = validate_config(tree)
 
     def train(self) -> TrainResult:
-        """Runs to the end. Raises the first cause of failure; Ctrl-C raises KeyboardInterrupt after the end."""
+        """Runs to the end, from the initial model: each call is a run of its own.
+
+        Raises what `asyncrl check` refuses before anything starts, then the first cause of failure; Ctrl-C raises
+        KeyboardInterrupt. Nothing that was started is left then.
+        """
         from asyncrl.launch.run import run_until_done
 
         _check_caller()
@@ -112,29 +116,48 @@ def _check_caller() -> None:
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("asyncrl.envs."):
             raise ConfigError(
-                "this file starts a run while its reward is imported from it; put what starts the run under "
+                "this file starts a run while its reward or data is imported from it; put what starts the run under "
                 '`if __name__ == "__main__":`'
             )
         frame = frame.f_back
+    if _is_in_event_loop():
+        raise ConfigError(
+            "Trainer.train() is called inside a running event loop, such as a notebook's; put it into a .py file "
+            "and run that, from a notebook with !python FILE"
+        )
 
 
-def _tree_of(config: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    if config is None:
-        return {}
+def _is_in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _tree_of(config: str | Path | Config | Mapping[str, Any] | None) -> dict[str, Any]:
+    """A tree whose top level may be written to."""
     if isinstance(config, str | Path):
-        return load_config(config).model_dump(mode="json")
-    return json.loads(json.dumps(config))
+        config = load_config(config)
+    return config.model_dump(mode="json") if isinstance(config, Config) else dict(config or {})
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Tables are merged, everything else is replaced."""
+    """Tables are merged, everything else is replaced. Only `tree` itself is written to."""
     if isinstance(value, Mapping) and key != "algorithm":
-        table = dict(tree.get(key) or {})
+        present = tree.get(key)
+        tree[key] = dict(present) if isinstance(present, Mapping) else {}
         for inner, item in value.items():
-            _put(table, inner, item)
-        tree[key] = table
+            _put(tree[key], inner, item)
     else:
         tree[key] = value
+
+
+def _table_of(reward: Reward) -> Any:
+    """The reward as the config writes it: a name, or a table with one."""
+    if isinstance(reward, Mapping):
+        return {key: _name_of(value) if key == "name" else value for key, value in reward.items()}
+    return _name_of(reward)
 
 
 def _name_of(function: str | RewardFunction) -> str:
@@ -142,8 +165,10 @@ def _name_of(function: str | RewardFunction) -> str:
     if isinstance(function, str):
         return function
     name = getattr(function, "__qualname__", type(function).__name__)
-    file = inspect.getsourcefile(function) if inspect.isfunction(function) else None
-    if file is None or not os.path.isfile(file) or not name.isidentifier():
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    # The module decides: a decorated function's code may stand in another file, and a name be given twice.
+    if file is None or not file.endswith(".py") or getattr(module, name, None) is not function:
         raise ConfigError(
             f"reward_funcs: {name!r} is not a function at the top of a file, so the reward's own process cannot "
             "import it; define it with `def` in a .py file (not in a notebook, a class or another function)"
@@ -151,16 +176,23 @@ def _name_of(function: str | RewardFunction) -> str:
     return f"{Path(file).resolve()}:{name}"
 
 
-def _save_rows(rows: Rows, what: str) -> str:
-    """A JSONL file in the cache, named by its content. Raises ConfigError for rows that are no JSON."""
+def _path_of(data: str | Path | Rows, what: str) -> str:
+    """The path or name itself; rows become a JSONL file in the cache, named by its content. Raises DataError."""
+    if isinstance(data, str | Path):
+        return str(data)
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        raise ConfigError(
+            f"{what}: a {type(data).__name__} is neither a path nor rows; give dicts, or one split of a DatasetDict"
+        )
     folder = cache_folder() / "rows"
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(digest_size=16)
     partial = folder / f"partial-{os.getpid()}.jsonl"
     try:
         with partial.open("wb") as file:
-            for index, row in enumerate(rows):
-                line = _as_line(row, f"{what}, row {index} (from 0)")
+            for index, raw in enumerate(data):
+                row = shape_row(raw, {}, f"{what}, row {index} (from 0)")
+                line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
                 digest.update(line)
                 file.write(line)
         return str(partial.replace(folder / f"{digest.hexdigest()}.jsonl"))
@@ -168,28 +200,48 @@ def _save_rows(rows: Rows, what: str) -> str:
         partial.unlink(missing_ok=True)
 
 
-def _as_line(row: Mapping[str, Any], where: str) -> bytes:
-    try:
-        return json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}; rows are dicts of JSON values") from error
-
-
-def _save_model(model: Any, tokenizer: Any) -> str:
-    """A folder in the cache, named by the weights' content. Raises ConfigError."""
+def _folder_of(model: Any, tokenizer: Any) -> str:
+    """The name or folder itself; a model and its tokenizer become a folder in the cache. Raises ConfigError."""
+    if model is None or isinstance(model, str | Path):
+        if tokenizer is not None:
+            raise ConfigError(
+                f"processing_class: a {type(tokenizer).__name__}, but a model that is only named brings its own; leave "
+                "it out, or give the model as an object too: AutoModelForCausalLM.from_pretrained(...)"
+            )
+        return str(model)
     if tokenizer is None or not hasattr(model, "save_pretrained"):
         raise ConfigError(
             f"model: a {type(model).__name__} is neither a name nor a transformers model with its tokenizer; "
             "give processing_class=AutoTokenizer.from_pretrained(...) too"
         )
-    import torch
+    return str(_save_model(model, tokenizer))
 
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    folder = cache_folder() / "models" / f"object-{digest.hexdigest()}"
-    if not (folder / "tokenizer.json").is_file():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return str(folder)
+
+def _save_model(model: Any, tokenizer: Any) -> Path:
+    """A folder that is named by its content: weights, config, tokenizer, chat template."""
+    models = cache_folder() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".object-", dir=models) as scratch:
+        saved = Path(scratch) / "model"
+        model.save_pretrained(saved)
+        tokenizer.save_pretrained(saved)
+        if not (saved / "config.json").is_file() or not any(saved.glob("*.safetensors")):
+            raise ConfigError(
+                f"model: a {type(model).__name__} saves no config.json with all weights (adapters are saved alone); "
+                "merge them first: model.merge_and_unload()"
+            )
+        if not (saved / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"processing_class: a {type(tokenizer).__name__} saves no tokenizer.json; give a fast tokenizer"
+            )
+        digest = blake3()
+        for file in sorted(saved.rglob("*")):
+            if file.is_file():
+                digest.update(str(file.relative_to(saved)).encode()).update_mmap(file)
+        folder = models / f"object-{digest.hexdigest(length=16)}"
+        try:
+            saved.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else the same content is there already
+                raise
+    return folder

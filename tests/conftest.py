@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with engines run one after another in one of pytest-xdist's processes, the rest in the others."""
+    for item in items:
+        if item.get_closest_marker("engine"):
+            item.add_marker(pytest.mark.xdist_group("engine"))
+
+
 VOCAB_SIZE = 300  # not a multiple of 64: vLLM pads it
 EOS_TOKEN_IDS = (2, 7)
 MAX_MODEL_LEN = 384

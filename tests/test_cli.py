@@ -110,6 +110,14 @@ def test_a_config_file_that_is_not_there_exits_with_2(asyncrl: Asyncrl):
     )
 
 
+def test_a_files_name_may_hold_an_equals_sign(asyncrl: Asyncrl, tmp_path: Path):
+    # Mutation: whatever holds one is an override -> the file is not read.
+    (tmp_path / "lr=1.yaml").write_text("max_staleness: 7\n")
+    code, out, _ = asyncrl("check", "--resolved", "lr=1.yaml", "model=nobody/no-such-model")
+    assert code == 0
+    assert "max_staleness: 7" in out
+
+
 def test_check_prints_its_numbers_starts_nothing_and_shows_the_resolved_config_on_demand(asyncrl: Asyncrl):
     # Mutation: print the file instead of the resolved config -> max_staleness is missing.
     code, out, err = asyncrl("check", "model=nobody/no-such-model", "max_staleness=3")

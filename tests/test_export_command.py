@@ -39,6 +39,8 @@ def write_model(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"marker": 1}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     (folder / "training_args.bin").write_bytes(b"\x80\x04pickle")
     return folder
 
@@ -75,8 +77,10 @@ def test_a_float32_run_is_exported_bit_by_bit_with_its_companions_and_card(tmp_p
     assert_same(stored(out), expected)
     reloaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert_same(dict(reloaded.named_parameters()), expected)
+    assert (out / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
     assert {path.name for path in out.iterdir()} == {
         "README.md",
+        "additional_chat_templates",
         "chat_template.jinja",
         "config.json",
         "generation_config.json",
@@ -100,7 +104,8 @@ def test_bfloat16_is_the_rounded_float32_and_the_config_says_so(tmp_path: Path):
 
 
 def test_a_dtype_is_set_wherever_the_config_names_one(tmp_path: Path):
-    # Mutation: only at the top -> text_config keeps float32, which vLLM would read.
+    # Mutations: only at the top -> text_config keeps float32, which vLLM would read; only where there is one -> the
+    # config does not say what the weights are.
     model = write_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     config |= {"torch_dtype": "float32", "text_config": {"dtype": "float32", "hidden_size": 16}}
@@ -109,6 +114,10 @@ def test_a_dtype_is_set_wherever_the_config_names_one(tmp_path: Path):
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["dtype"], written["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
     assert "torch_dtype" not in written
+    del config["dtype"], config["torch_dtype"]
+    (model / "config.json").write_text(json.dumps(config))
+    export_folder(model, tmp_path / "unnamed", "bfloat16")
+    assert json.loads((tmp_path / "unnamed" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -203,13 +212,15 @@ def test_whole_numbers_are_not_cast(tmp_path: Path):
 
 
 def test_the_model_folder_of_a_run_gets_the_runs_card_and_a_lone_one_keeps_its_own(tmp_path: Path):
-    # Mutation: a card only where the run itself is named.
+    # Mutations: a card only where the run itself is named; whatever has a config.yaml is a run.
     run = write_finished_run(tmp_path / "run")
     export_folder(run / "model", tmp_path / "out")
     assert "first-try" in (tmp_path / "out" / "README.md").read_text()
     lone = tmp_path / "elsewhere" / "model"
     shutil.copytree(tmp_path / "out", lone)
     (lone / "README.md").write_text("mine")
+    for config in (lone, lone.parent):
+        (config / "config.yaml").write_text("not_a_run: true\n")
     export_folder(lone, tmp_path / "again")
     assert (tmp_path / "again" / "README.md").read_text() == "mine"
 
@@ -272,6 +283,13 @@ def test_a_refusal_exits_with_2_says_why_and_leaves_nothing(
 def test_an_unknown_dtype_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="--dtype: 'half' is not known; use bfloat16 or float32"):
         export_folder(write_model(tmp_path / "model"), tmp_path / "out", "half")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path):
+    # Mutation: let OSError through -> a traceback, and exit code 1.
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/out cannot be made \(.*\); export to another folder"):
+        export_folder(write_model(tmp_path / "model"), tmp_path / "file" / "out")
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

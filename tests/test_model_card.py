@@ -89,14 +89,31 @@ def test_the_front_matter_names_a_base_model_of_the_hub_and_no_license(tmp_path:
 
 
 def test_a_model_that_is_no_name_on_the_hub_stays_out_of_the_front_matter(tmp_path: Path):
-    # Mutation: print the path whole -> folders of the trainer's machine are published.
+    # Mutations: print a path whole -> folders of the trainer's machine are published; of rewards that are models too.
     card, shown = card_of(
-        write_run(tmp_path / "run", "model=/home/me/models/mine", "data.train=/home/me/rows.jsonl")
+        write_run(
+            tmp_path / "run",
+            "model=/home/me/models/mine",
+            "data.train=/home/me/rows.jsonl",
+            "reward=[/home/me/rewards.py:brevity, model:/home/me/judge]",
+        )
     )
     assert card.data.base_model is None
     assert shown["base model"] == "mine"
     assert shown["data"] == "rows.jsonl"
+    assert shown["reward"] == "rewards.py:brevity (weight 1), model:judge (weight 1)"
     assert "/home/me" not in card.content
+
+
+def test_a_folder_that_has_the_form_of_a_name_on_the_hub_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Mutation: look at the form alone -> the card says that it is made from somebody else's model.
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    card, shown = card_of(write_run(tmp_path / "run", "model=models/mine"))
+    assert card.data.base_model is None
+    assert shown["base model"] == "models/mine"
 
 
 @pytest.mark.parametrize(

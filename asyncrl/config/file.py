@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from asyncrl.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice and reads 1e-6 as a number (YAML 1.1 calls it a string)."""
+    """YAML that refuses a key given twice, reads 1e-6 as a number, and a date as the text that it is."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -31,12 +32,22 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that _Loader would read as numbers."""
+
+
 # PyYAML follows YAML 1.1, whose floats need a dot: read 1e-6 as YAML 1.2 does.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+for _yaml in (_Loader, _Dumper):
+    _yaml.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+# No key is a date, and a run may be named by one.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -53,9 +64,9 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 def validate_config(tree: dict[str, Any]) -> Config:
     """Raises ConfigError with one line a mistake."""
     try:
-        raw = json.dumps(tree)
-    except TypeError as error:
-        raise ConfigError(f"the configuration holds a value that is not plain data: {error}") from error
+        raw = json.dumps(tree, default=_as_plain)
+    except TypeError as error:  # a key that is no text
+        raise ConfigError(f"the configuration is not plain data: {error}") from error
     try:
         return Config.model_validate_json(raw)
     except ValidationError as error:
@@ -64,7 +75,7 @@ def validate_config(tree: dict[str, Any]) -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML: what the run directory keeps."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 def shared_digest(config: Config) -> str:
@@ -75,11 +86,23 @@ def shared_digest(config: Config) -> str:
     return hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
+def _as_plain(value: Any) -> Any:
+    """What json cannot carry by itself, from a tree made in Python. Raises ConfigError."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise ConfigError(
+        f"the configuration holds {value!r:.200}, a {type(value).__name__}; give plain data: numbers, texts, lists, "
+        "tables"
+    )
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is no text ({error}); name a YAML file") from error
     try:
         tree = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

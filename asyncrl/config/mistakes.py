@@ -8,55 +8,21 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from asyncrl.config.renames import RENAMES
 from asyncrl.config.table import all_keys, nested_tables
 from asyncrl.config.tree import Config
-
-NAMES_ELSEWHERE = {
-    "train_batch_size": "learner.prompts_per_batch",
-    "train_files": "data.train",
-    "val_files": "data.eval",
-    "reward_fn_key": "data.source_key",
-    "model.path": "model",
-    "n": "rollout.group_size",
-    "val_kwargs.n": "eval.num_samples",
-    "num_generations": "rollout.group_size",
-    "max_response_length": "rollout.max_completion_tokens",
-    "max_completion_length": "rollout.max_completion_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "total_training_steps": "learner.max_versions",
-    "max_steps": "learner.max_versions",
-    "ppo_mini_batch_size": "learner.minibatches, their number",
-    "ppo_epochs": "learner.epochs",
-    "num_iterations": "learner.epochs",
-    "ppo_max_token_len_per_gpu": "learner.max_tokens_per_microbatch",
-    "learning_rate": "learner.lr",
-    "clip_ratio_high": "algorithm.clip_high",
-    "epsilon_high": "algorithm.clip_high",
-    "clip_ratio_low": "algorithm.clip_low",
-    "epsilon": "algorithm.clip_low",
-    "scale_rewards": "algorithm.scale",
-    "staleness_threshold": "max_staleness",
-    "max_off_policy_steps": "max_staleness",
-    "test_freq": "eval.every",
-    "eval_steps": "eval.every",
-    "save_freq": "checkpoint.every",
-    "logger": "run.trackers",
-    "report_to": "run.trackers",
-    "experiment_name": "run.name",
-    "custom_reward_function.path": "reward, which takes its path",
-    "reward_funcs": "reward",
-    "reward_weights": "reward, a list of tables {name: ..., weight: ...}",
-}
-"""What verl, TRL and AReaL call a key: its name, or the end of its path where the name alone says too little."""
 
 
 def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
     """One line a mistake: key, value, what is wrong, and what the key means where pydantic only names a type."""
-    for item in error.errors():
+    items = error.errors()
+    for item in items:
         path = _key_path(item["loc"], tree)
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            yield from _unknown(path, item["input"])
+            yield from (f"{key}: unknown key{_did_you_mean(key)}" for key in _unknown(path, item["input"]))
+        elif item["type"] == "too_short" and any(_is_inside(other["loc"], item["loc"]) for other in items):
+            pass  # pydantic counts only the items that are right
         elif not path:
             yield message
         elif item["type"] == "value_error":
@@ -64,6 +30,10 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
             yield f"{path}: {value}{message}"
         else:
             yield f"{path}: {item['input']!r}: {message}{_meaning(path)}"
+
+
+def _is_inside(location: tuple[int | str, ...], table: tuple[int | str, ...]) -> bool:
+    return len(location) > len(table) and location[: len(table)] == table
 
 
 def _meaning(path: str) -> str:
@@ -100,47 +70,39 @@ def _without_indices(path: str) -> str:
 
 
 def _unknown(path: str, value: Any) -> Iterator[str]:
-    """An unknown key, or each key of an unknown table: another system's tables have keys with names here."""
-    if name := _renamed(path) or _misspelt(path):
-        yield f"{path}: unknown key; {name}"
-    elif isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _unknown(f"{path}.{key}", inner)
+    """The key itself; of a table that resembles none, such as verl's `trainer`, every key in it."""
+    if isinstance(value, dict) and value and not _nearest(path):
+        for key, item in value.items():
+            yield from _unknown(f"{path}.{key}", item)
     else:
-        yield f"{path}: unknown key; {_moved(path) or _known_keys(path)}"
+        yield path
 
 
-def _renamed(path: str) -> str:
-    """What the key of another system is called here; empty when it is none."""
-    names = path.split(".")
-    ends = (".".join(names[start:]) for start in range(len(names)))
-    return next((f"here it is {NAMES_ELSEWHERE[end]}" for end in ends if end in NAMES_ELSEWHERE), "")
+def _did_you_mean(path: str) -> str:
+    """What the key is called here, then the nearest of its own table, then the same word in another one."""
+    key = _without_indices(path)
+    last, last_two = key.rpartition(".")[2], ".".join(key.split(".")[-2:])
+    if renamed := RENAMES.get(last_two) or RENAMES.get(last):
+        return f"; here it is {renamed}"
+    known = sorted(set(all_keys(Config)))
+    elsewhere = [k for k in known if k.endswith(f".{last_two}") or k == last_two]
+    elsewhere += [k for k in known if k.rpartition(".")[2] == last]
+    if found := _nearest(path) or next(iter(elsewhere), ""):
+        return f"; did you mean {found}?"
+    parent = key.rpartition(".")[0]
+    if siblings := _siblings(parent):
+        return f"; {parent or 'the top level'} has: {', '.join(siblings)}"
+    return "; no key here resembles it: leave it out, or look into `asyncrl schema`"
 
 
-def _misspelt(path: str) -> str:
-    """The nearest key of the same table, if one is near."""
-    parent, _, key = _without_indices(path).rpartition(".")
-    near = difflib.get_close_matches(key, _children(parent), n=1, cutoff=0.6)
-    return f"did you mean {parent + '.' if parent else ''}{near[0]}?" if near else ""
+def _nearest(path: str) -> str:
+    """The key of the same table that is spelt most like it; empty when none is."""
+    parent, _, last = _without_indices(path).rpartition(".")
+    near = difflib.get_close_matches(last, _siblings(parent), n=1, cutoff=0.6)
+    return ".".join([parent, *near] if parent else near) if near else ""
 
 
-def _moved(path: str) -> str:
-    """The same word in another table, if there is one; of several the one whose table has the same name too."""
-    word = path.rpartition(".")[2]
-    keys = [key for key in sorted(set(all_keys(Config))) if key.rpartition(".")[2] == word]
-    closest = [key for key in keys if path.endswith(f".{key}")] or keys
-    return f"did you mean {closest[0]}?" if closest else ""
-
-
-def _known_keys(path: str) -> str:
-    """What the innermost table that there is holds."""
-    table = _without_indices(path)
-    while table and not _children(table):
-        table = table.rpartition(".")[0]
-    return f"{table or 'the top level'} has: {', '.join(_children(table))}"
-
-
-def _children(table: str) -> list[str]:
-    """Names of the keys of a table; empty for one that there is not."""
-    keys = (key.rpartition(".") for key in sorted(set(all_keys(Config))))
-    return [name for parent, _, name in keys if parent == table]
+def _siblings(parent: str) -> list[str]:
+    """The keys of the table `parent`; empty when there is no such table."""
+    known = sorted(set(all_keys(Config)))
+    return [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import Field, field_validator
 
-from asyncrl.config.table import Positive, Table, not_empty, tables_by_name
+from asyncrl.config.table import Positive, Table, tables_by_name
 
 
 class SourceConfig(Table):
@@ -32,7 +32,7 @@ class SourceConfig(Table):
 class DataConfig(Table):
     """Where prompts come from."""
 
-    train: Annotated[tuple[SourceConfig, ...], AfterValidator(not_empty)] = (SourceConfig(path="rev4"),)
+    train: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(path="rev4"),)
     """Path of one source, or a list of sources (paths, or tables {path: ..., weight: ..., columns: ...})."""
     eval: tuple[SourceConfig, ...] = ()
     """The data set of evaluations, named like `train`; null is none."""

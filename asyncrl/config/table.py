@@ -21,13 +21,6 @@ def not_built(value: Any, built: tuple[Any, ...]) -> Any:
     return value
 
 
-def not_empty(value: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Refuses an empty list. As a validator after the items': `min_length` would count wrong items as absent."""
-    if not value:
-        raise ValueError("() is empty; it needs at least 1 item")
-    return value
-
-
 class Table(BaseModel):
     """A table of the tree: frozen; unknown keys, NaN and Inf are errors."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.algorithm import GrpoConfig
 from asyncrl.config.learner import CheckpointConfig, LearnerConfig
@@ -17,7 +17,7 @@ from asyncrl.config.system import (
     TimeoutsConfig,
     WeightSyncConfig,
 )
-from asyncrl.config.table import Table, not_built, not_empty, tables_by_name
+from asyncrl.config.table import Table, not_built, tables_by_name
 
 
 class Config(Table):
@@ -38,9 +38,7 @@ class Config(Table):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds the data order and every request."""
     data: DataConfig = DataConfig()
-    reward: Annotated[tuple[RewardConfig, ...], AfterValidator(not_empty)] = (
-        RewardConfig(name="exact_match"),
-    )
+    reward: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (RewardConfig(name="exact_match"),)
     """Name of one reward (see RewardConfig.name), or a list of rewards (names or tables) that are added up."""
     eval: EvalConfig = EvalConfig()
     rollout: RolloutConfig = RolloutConfig()

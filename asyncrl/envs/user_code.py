@@ -77,14 +77,19 @@ def _import_file(path: Path, what: str) -> ModuleType:
     """The file as a module, executed once a process.
 
     Its name comes from its whole path: the same in every process, never `__main__`, and never that of another
-    module, whatever the file is called.
+    module, whatever the file is called. In a package it is the name of a module of that, so that relative imports
+    find the others.
     """
     path = path.absolute()
     if not path.is_file():
         raise ConfigError(f"{what}: {path} is not a file")
     name = f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        name, folder = f"{folder.name}.{name}", folder.parent
     if name in sys.modules:
         return sys.modules[name]
+    _make_importable(str(folder))
     _make_importable(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

@@ -32,5 +32,9 @@ def max_eval_bytes(config: Config) -> int:
 
 
 def max_shard_bytes(config: Config) -> int:
-    """A rank's even share of a batch of such groups: one message. Bytes."""
-    return -(-config.learner.prompts_per_batch // config.learner.num_ranks) * max_group_bytes(config)
+    """A rank's even share of a batch of such groups: one message. Even in each mini-batch, rounded up there. Bytes."""
+    learner = config.learner
+    size, num_larger = divmod(learner.prompts_per_batch, learner.minibatches)
+    sizes = [size + 1] * num_larger + [size] * (learner.minibatches - num_larger)
+    num_groups = sum(-(-size // learner.num_ranks) for size in sizes)
+    return num_groups * max_group_bytes(config)

@@ -47,6 +47,22 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     assert numbers == [1, 2]
 
 
+def test_a_file_of_a_package_finds_the_others_by_relative_imports(tmp_path: Path) -> None:
+    # Catches: imported as if it stood alone, so that `from ..` fails; the whole package imported without need.
+    inner = tmp_path / "package_of_user_code" / "inner"
+    inner.mkdir(parents=True)
+    (inner.parent / "numbers.py").write_text("TEN = 10")
+    (inner.parent / "__init__.py").write_text("")
+    (inner / "__init__.py").write_text("")
+    (inner / "relative.py").write_text("from ..numbers import TEN\ndef ten(): return TEN")
+    (inner / "alone.py").write_text("def one(): return 1")
+    assert import_function(f"{inner}/alone.py:one", "reward")() == 1
+    assert "package_of_user_code" not in sys.modules
+    function = import_function(f"{inner}/relative.py:ten", "reward")
+    assert function() == 10
+    assert import_function(f"{inner}/relative.py:ten", "reward") is function
+
+
 def test_a_file_alone_names_the_default_function(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text("def compute_score(): return 1")
     assert import_function(f"{tmp_path}/score.py", "reward", "compute_score")() == 1
