@@ -9,6 +9,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.envs.dataset import Dataset
 from asyncrl.envs.eval_report import num_eval_prompts
+from asyncrl.envs.mixture import shares
 from asyncrl.envs.reward_checks import models_to_fetch
 from asyncrl.launch.model_facts import read_tensor_shapes
 from asyncrl.launch.preflight import (
@@ -48,11 +49,11 @@ def check(config: Config) -> list[tuple[str, str]]:
 
 def _data(config: Config, examined: Examined, dataset: Dataset | None, eval_dataset: Dataset | None) -> Rows:
     if dataset is None or eval_dataset is None:
-        num_prompts = sum(map(len, examined.rows))
+        sizes = [len(rows) for rows in examined.rows]
         names = ", ".join(rows.name for rows in examined.rows)
-        yield "prompts", f"{num_prompts} from {names}; tokens are counted once the model is here"
+        yield "prompts", f"{sum(sizes)} from {names}; tokens are counted once the model is here"
     else:
-        num_prompts = len(dataset)
+        sizes = dataset.sizes
         yield "prompts", _prompts(dataset, config.data.max_prompt_tokens)
         for counts in dataset.counts if len(dataset.parts) > 1 else ():
             yield "", f"{counts.share:.1%} {counts.name}: {counts.num_kept} of {counts.num_rows} rows kept"
@@ -66,8 +67,16 @@ def _data(config: Config, examined: Examined, dataset: Dataset | None, eval_data
     needed = config.learner.prompts_per_batch * config.learner.max_versions
     yield (
         "the run",
-        f"{config.learner.max_versions} versions, {needed} prompts, {needed / num_prompts:.2f} epochs",
+        f"{config.learner.max_versions} versions, {needed} prompts, {_epochs(config, sizes, needed)}",
     )
+
+
+def _epochs(config: Config, sizes: list[int], needed: int) -> str:
+    """Of the source that is repeated most often, as `training/epoch`; with weights, of the other end too."""
+    parts = shares(sizes, [source.weight for source in config.data.train])
+    epochs = [needed * part / size for part, size in zip(parts, sizes, strict=True)]
+    least = "" if max(epochs) - min(epochs) < 0.01 else f" (of the source least drawn, {min(epochs):.2f})"
+    return f"{max(epochs):.2f} epochs{least}"
 
 
 def _prompts(dataset: Dataset, max_tokens: int) -> str:

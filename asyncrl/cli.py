@@ -32,18 +32,18 @@ TERMINATED = 128 + signal.SIGTERM
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
-ConfigPath = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="YAML file; left out: all defaults.")
+ConfigPath = Annotated[  # not a Path: an override may stand there, and a Path turns a=x//y into a=x/y
+    str | None, typer.Argument(metavar="CONFIG", help="YAML file; left out: all defaults.")
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides.")]
 
 
-def split_arguments(config: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
+def split_arguments(config: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
     """The config file may be left out: then the first word is an override already."""
     words = list(overrides or [])
-    if config is not None and "=" in str(config) and not config.is_file():
-        return None, [str(config), *words]
-    return config, words
+    if config is not None and "=" in config and not os.path.isfile(config):
+        return None, [config, *words]
+    return Path(config) if config is not None else None, words
 
 
 @app.command()
@@ -121,6 +121,7 @@ def check(
     """Resolve the configuration, print every derived number, start nothing."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from asyncrl.check import check as derive
     from asyncrl.config import dump_config
@@ -128,7 +129,7 @@ def check(
     loaded = load_config(*split_arguments(config, overrides))
     table = Table.grid(padding=(0, 2))
     for what, value in derive(loaded):
-        table.add_row(what, value)
+        table.add_row(what, Text(value))  # not markup: a file may be called part[a].jsonl
     if resolved:
         print(dump_config(loaded))
     Console().print(table)
@@ -156,7 +157,7 @@ def data(
     train_rows = load_rows(loaded.data.train, loaded.data, loaded.seed)
     for key, sources in (("data.train", train_rows), ("data.eval", load_eval_rows(loaded))):
         if sources:
-            shown = describe(tokenize(sources, loaded.data, tokenizer), loaded.data, rows)
+            shown = describe(tokenize(sources, loaded.data, tokenizer), loaded.data, tokenizer, rows)
             print(key, *shown, sep="\n")
 
 

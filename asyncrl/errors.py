@@ -25,7 +25,8 @@ class ConfigError(AsyncRLError, ValueError):
 
 
 class DataError(AsyncRLError, ValueError):
-    """A data set cannot be used as it is. Raised before any engine starts; the CLI exits with 2."""
+    """A data set cannot be used as it is. Raised before any engine starts, but for a file that changes later; the
+    CLI exits with 2."""
 
 
 class WireError(AsyncRLError, ValueError):

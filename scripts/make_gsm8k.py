@@ -20,7 +20,7 @@ MARKER = "#### "
 
 
 def verl_row(question: str, answer: str, split: str, index: int) -> dict[str, Any]:
-    """One row. The ground truth is the number after the marker, without thousands commas.
+    """One row. The ground truth is the number after the last marker, without thousands commas.
 
     Raises ValueError when the answer has no marker.
     """
@@ -38,7 +38,8 @@ def verl_row(question: str, answer: str, split: str, index: int) -> dict[str, An
 
 def convert(source: Path, target: Path) -> int:
     """Writes `target` from the JSONL file `source`; the split is the file's name. Returns the number of rows."""
-    lines = [json.loads(line) for line in source.read_text().splitlines() if line.strip()]
+    with source.open(encoding="utf-8") as file:  # splitlines() would end a line at U+2028 inside a string
+        lines = [json.loads(line) for line in file if line.strip()]
     rows = [
         verl_row(line["question"], line["answer"], source.stem, index) for index, line in enumerate(lines)
     ]

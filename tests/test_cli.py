@@ -130,6 +130,17 @@ def test_check_prints_its_numbers_starts_nothing_and_shows_the_resolved_config_o
     assert "max_staleness: 3" in out
 
 
+def test_names_are_taken_and_shown_as_they_are_written(asyncrl: Asyncrl, tmp_path: Path):
+    # Mutations: CONFIG as a Path (the first override would lose a slash); rich's markup (it would eat "[a]").
+    (tmp_path / "rows[a].jsonl").write_text('{"prompt": "ab", "answer": "x"}')
+    code, out, err = asyncrl(
+        "check", "--resolved", "rollout.stop=['//']", "data.train=rows[a].jsonl", "model=nobody/none"
+    )
+    assert (code, err) == (0, "")
+    assert "\n  stop:\n  - //\n" in out
+    assert "1 from rows[a].jsonl;" in " ".join(out.split())
+
+
 def test_help_names_every_command():
     # Mutation: rename or drop a command -> it is missing.
     done = subprocess.run(

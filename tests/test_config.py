@@ -153,6 +153,29 @@ def test_a_renamed_key_exists(here: str):
 
 
 @pytest.mark.parametrize(
+    "override",
+    [
+        "data.train=3",
+        "data.train=[{path: x, wieght: 2}]",
+        "data.train={path: x, weight: 0}",
+        "data.train={}",
+        "data.train=[]",
+        "data.train=",
+        "reward=[]",
+        "reward=[3]",
+    ],
+)
+def test_one_mistake_in_a_list_is_one_line_beside_another_mistake(override: str):
+    # Mutations: min_length=1 in place of not_empty (a wrong item is then also an empty list); the
+    # documentation of a key with its line breaks.
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override, "max_stalness=2"])
+    first, second = str(caught.value).splitlines()
+    assert first.startswith(override.partition("=")[0])
+    assert second == "max_stalness: unknown key; did you mean max_staleness?"
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [("a: [", "not YAML"), ("- 1", "list"), ("seed: 1\nseed: 2", "twice"), ("learner: 3", "learner")],
 )

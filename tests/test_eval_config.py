@@ -17,7 +17,10 @@ EVALUATED = ["data.eval=rev4", "eval.every=2"]
     ("overrides", "says"),
     [
         (["eval.every=2"], ["eval.every 2", "data.eval"]),
-        (["data.eval=rev4"], ["data.eval rev4", "eval.every 0"]),
+        (
+            ["data.eval=[rev4, {path: sort4, weight: 2}]", "eval.every=1"],
+            ["data.eval: ", "weight 2 of sort4"],
+        ),
         ([*EVALUATED, "eval.num_samples=4"], ["eval.num_samples 4", "eval.temperature 0"]),
         ([*EVALUATED, "eval.temperature=0.005"], ["eval.temperature", "0.005", "0 for greedy"]),
         ([*EVALUATED, "eval.top_p=0"], ["eval.top_p", "0", "greater than 0"]),

@@ -68,6 +68,19 @@ def test_two_rows_have_verls_columns_and_our_answers(
     assert [answer_of(row, DataConfig()) for row in rows] == ["5", "1234"]
 
 
+def test_a_line_ends_only_where_the_file_says(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Mutation: read_text().splitlines() -> the question is cut at the line separator, which JSON allows in a string.
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    source = tmp_path / "train.jsonl"
+    line = {"question": "One\u2028two\x85three?", "answer": "#### 3"}
+    source.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert script.convert(source, tmp_path / "train.parquet") == 1
+    (rows,) = load_rows([SourceConfig(path=str(tmp_path / "train.parquet"))], DataConfig(), 0)
+    assert rows[0]["extra_info"]["question"] == line["question"]
+
+
 def test_an_answer_without_a_marker_is_named(script: ModuleType, tmp_path: Path):
     lines = write_lines(tmp_path / "train.jsonl", [LINES[0], {"question": "?", "answer": "no marker"}])
     with pytest.raises(ValueError, match=r"train, row 1 .*no marker"):

@@ -60,6 +60,14 @@ def test_the_readmes_configuration_is_valid_and_its_table_of_renames_names_real_
     assert [key for key in renamed if key not in keys] == []
 
 
+def test_the_configurations_of_the_data_page_are_valid():
+    [block] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    tables = re.split(r"^(?=data:)", block, flags=re.MULTILINE)[1:]
+    assert len(tables) == 3
+    for table in tables:
+        validate_config(yaml.safe_load(table))
+
+
 def said_of(override: str) -> str:
     with pytest.raises(ConfigError) as refused:
         load_config(None, [override])

@@ -48,7 +48,7 @@ def _meaning(path: str) -> str:
         if not fields:
             return ""
         table, sentence = fields[0].annotation, fields[0].description
-    return f" ({sentence.strip()})" if sentence else ""
+    return f" ({' '.join(sentence.split())})" if sentence else ""
 
 
 def _key_path(location: tuple[int | str, ...], tree: Any) -> str:

@@ -8,6 +8,7 @@ RENAMES = {
     # verl
     "train_files": "data.train",
     "val_files": "data.eval",
+    "reward_fn_key": "data.source_key",
     "train_batch_size": "learner.prompts_per_batch",
     "max_prompt_length": "data.max_prompt_tokens",
     "max_response_length": "rollout.max_completion_tokens",
@@ -30,6 +31,7 @@ RENAMES = {
     "custom_reward_function.path": "reward",
     "total_training_steps": "learner.max_versions",
     "test_freq": "eval.every",
+    "save_freq": "checkpoint.every",
     "logger": "run.trackers",
     "project_name": "run.project",
     "experiment_name": "run.name",

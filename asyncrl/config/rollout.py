@@ -57,6 +57,16 @@ class DataConfig(Table):
     def _by_path(cls, value: Any) -> Any:
         return tables_by_name(value, "path")
 
+    @field_validator("eval")
+    @classmethod
+    def _every_row_once(cls, value: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+        if weighted := [source for source in value if source.weight != 1.0]:
+            raise ValueError(
+                f"weight {weighted[0].weight:g} of {weighted[0].path} has no effect: an evaluation takes every row "
+                "once; leave it out"
+            )
+        return value
+
 
 class EvalConfig(Table):
     """Evaluation while training."""

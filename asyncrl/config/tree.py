@@ -99,13 +99,9 @@ class Config(Table):
         return self
 
     def _check_evaluation(self) -> None:
-        every, sources = self.eval.every, [source.path for source in self.data.eval]
-        if every and not sources:
+        every = self.eval.every
+        if every and not self.data.eval:
             raise ValueError(f"eval.every {every} evaluates nothing without data.eval; name a data set there")
-        if sources and not every:
-            raise ValueError(
-                f"data.eval {', '.join(sources)} is never used with eval.every 0; set eval.every, or leave it out"
-            )
         if self.eval.temperature == 0 and self.eval.num_samples > 1:
             raise ValueError(
                 f"eval.num_samples {self.eval.num_samples} at eval.temperature 0 gives the same completion so often; "

@@ -25,7 +25,7 @@ from asyncrl.config import DataConfig, SourceConfig
 from asyncrl.envs.mixture import integer_weights, shares, takes_turns
 from asyncrl.envs.prompts import PromptEncoder
 from asyncrl.envs.rows import check_prompt, shape_row
-from asyncrl.envs.sources import RowTable, open_source
+from asyncrl.envs.sources import Listed, RowTable, open_source
 from asyncrl.envs.user_code import import_function
 from asyncrl.errors import ConfigError, DataError, one_line
 from asyncrl.types import Int32
@@ -59,6 +59,8 @@ class SourceRows(Sequence[dict[str, Any]]):
         self.weight = source.weight
         self.num_rows = len(table)
         """As read: kept and filtered."""
+        self.is_cut = isinstance(table, Listed) and table.is_cut
+        """Whether it is a generator that has more than `data.max_rows`."""
         self.positions = positions
         """[len(self)] of the kept rows in the source."""
         self._table = table
@@ -259,7 +261,7 @@ def examine(table: RowTable, source: SourceConfig, data: DataConfig, key: str = 
 def _passes(keep: Callable[..., Any], row: dict[str, Any], spec: str | None, where: Where) -> bool:
     try:
         return bool(keep(row))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"{where}: the filter {spec!r} failed with {one_line(error)}") from error
 
 

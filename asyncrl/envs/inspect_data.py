@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config import DataConfig
 from asyncrl.envs.dataset import Dataset, SourceCounts, TokenizedRow
@@ -15,15 +16,23 @@ NUM_IDS_SHOWN = 32
 """Token ids printed of a prompt, from its start."""
 
 
-def describe(dataset: Dataset, data: DataConfig, num_rows: int) -> Iterator[str]:
-    """Lines of text; the first `num_rows` kept rows of each source are shown whole."""
+def describe(
+    dataset: Dataset, data: DataConfig, tokenizer: PreTrainedTokenizerFast, num_rows: int
+) -> Iterator[str]:
+    """Lines of text; the first `num_rows` kept rows of each source are shown whole.
+
+    Their text is what their tokens say: with what the tokenizer adds, and without what it does not know.
+    """
     for counts, part in zip(dataset.counts, dataset.parts, strict=True):
         share = f", {counts.share:.1%} of the prompts" if len(dataset.parts) > 1 else ""
         yield f"{counts.name}: {counts.num_kept} of {counts.num_rows} rows kept{share}"
-        yield from _dropped(counts, data)
+        yield from _dropped(counts, part.rows.is_cut, data)
         yield f"  prompt tokens: {lengths_in_words(np.diff(part.starts).astype(np.int32))}"
         for index in range(min(num_rows, len(part))):
-            yield from _row(part[index], part.rows.where(int(part.kept[index])), data)
+            kept = part[index]
+            text = tokenizer.decode(kept.token_ids.tolist(), clean_up_tokenization_spaces=False)
+            assert isinstance(text, str)
+            yield from _row(kept, text, part.rows.where(int(part.kept[index])), data)
     if len(dataset.parts) > 1:
         yield f"all {len(dataset.parts)} sources: {len(dataset)} of {dataset.num_rows} rows kept"
         yield f"  prompt tokens: {lengths_in_words(dataset.prompt_lengths)}"
@@ -35,16 +44,18 @@ def lengths_in_words(lengths: Int32) -> str:
     return f"min {lengths.min()}  mean {lengths.mean():.1f}  p50 {p50}  p95 {p95}  max {lengths.max()}"
 
 
-def _dropped(counts: SourceCounts, data: DataConfig) -> Iterator[str]:
+def _dropped(counts: SourceCounts, is_cut: bool, data: DataConfig) -> Iterator[str]:
+    if is_cut:
+        yield f"  only its first {data.max_rows} rows, as data.max_rows says; it has more"
     if counts.num_filtered:
         yield f"  {counts.num_filtered} left out by its filter"
     if counts.num_too_long:
         yield f"  {counts.num_too_long} longer than data.max_prompt_tokens {data.max_prompt_tokens}"
 
 
-def _row(kept: TokenizedRow, where: str, data: DataConfig) -> Iterator[str]:
+def _row(kept: TokenizedRow, text: str, where: str, data: DataConfig) -> Iterator[str]:
     ids = kept.token_ids.tolist()
     more = f" ... {len(ids) - NUM_IDS_SHOWN} more" if len(ids) > NUM_IDS_SHOWN else ""
     yield f"  {where}: {len(ids)} tokens, answer {answer_of(kept.row, data)!r}"
-    yield from (f"    | {line}" for line in kept.text.split("\n"))
+    yield from (f"    | {line}" for line in text.split("\n"))
     yield f"    {' '.join(map(str, ids[:NUM_IDS_SHOWN]))}{more}"

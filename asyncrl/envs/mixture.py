@@ -42,7 +42,7 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
         raise ConfigError(
             f"weight: {', '.join(map(str, weights))} are in the proportion {':'.join(map(str, smallest))}, and "
             f"a cycle of turns may have {MAX_CYCLE}; use rounder numbers, such as "
-            f"{', '.join(f'{weight / sum(weights):.3f}' for weight in weights)}"
+            f"{', '.join(f'{max(0.001, weight / sum(weights)):.3f}' for weight in weights)}"
         )
     return smallest
 

@@ -23,9 +23,17 @@ class PromptEncoder:
         self._tokenizer = tokenizer
 
     def text(self, row: Mapping[str, Any], where: object) -> str:
-        """The prompt as it is tokenised. Raises DataError naming `where` when there is no template for it."""
+        """The prompt as it is tokenised. Raises DataError naming `where` when there is no template for it.
+
+        So does a string while there is a system prompt, which would go nowhere.
+        """
         prompt = self._prompt(row)
         if isinstance(prompt, str):
+            if self._data.system_prompt is not None:
+                raise DataError(
+                    f"{where}: the prompt is a string, and data.system_prompt {self._data.system_prompt!r:.60} goes "
+                    "before messages; set data.as_chat: true, or leave data.system_prompt out"
+                )
             return prompt
         if self._tokenizer.chat_template is None:
             raise DataError(

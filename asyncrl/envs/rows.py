@@ -85,7 +85,8 @@ def check_prompt(row: Mapping[str, Any], key: str, where: object) -> None:
     """Raises DataError unless column `key` is a prompt: a text, or a list of messages."""
     if key not in row:
         raise DataError(
-            f"{where}, column {key!r}: missing; the row has {', '.join(sorted(row))}; set data.prompt_key"
+            f"{where}, column {key!r}: missing; the row has {', '.join(sorted(row))}; set data.prompt_key, or "
+            "columns.prompt of the source"
         )
     if problem := _prompt_problem(row[key]):
         raise DataError(f"{where}, column {key!r}: {problem}")

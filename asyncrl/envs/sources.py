@@ -1,8 +1,8 @@
 """Where rows come from: one SourceConfig becomes a RowTable, whose rows are read when they are asked for.
 
-JSONL stays in its file (only the lines' positions are kept); parquet, saved folders and data sets of the Hub are
-the `datasets` library's memory-mapped Arrow files; what a generator yields is kept in memory. Called by
-dataset.py. Torch-free.
+JSONL stays in its file (only the lines' positions and checksums are kept); parquet, saved folders and data sets
+of the Hub are the `datasets` library's memory-mapped Arrow files; what a generator yields is kept in memory.
+Called by dataset.py. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import json
 import os
 import re
 import weakref
+import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,15 +52,16 @@ def open_source(source: SourceConfig, seed: int, max_rows: int, key: str) -> Row
 
     Raises ConfigError for a name that stands for nothing, DataError for a file that cannot be read.
     """
-    name = source.path
+    name = os.path.expanduser(source.path)
     if task := TASKS.get(name):
-        return generate(task(seed), name, max_rows)
+        return generate(task, seed, _whole(source, key), max_rows)
     if os.path.isdir(name):
-        return _saved_folder(source, key)
+        return _folder(source, name, key)
     if files := _files(name):
+        _whole(source, key)
         return Joined([_file(file, key) for file in files])
     if names_user_code(name):
-        return generate(import_function(name, key)(seed), name, max_rows)
+        return generate(import_function(name, key), seed, _whole(source, key), max_rows)
     if _HUB_NAME.fullmatch(name):
         return _named(source, key)
     raise ConfigError(
@@ -67,24 +69,26 @@ def open_source(source: SourceConfig, seed: int, max_rows: int, key: str) -> Row
     )
 
 
-def generate(rows: Iterable[object], name: str, max_rows: int) -> Listed:
-    """The first `max_rows` of a generator; what it raises becomes a DataError."""
+def generate(generator: Callable[[int], Iterable[object]], seed: int, name: str, max_rows: int) -> Listed:
+    """The first `max_rows` that it gives; what it raises becomes a DataError."""
     taken: list[object] = []
     try:
-        taken.extend(islice(rows, max_rows))
+        taken.extend(islice(generator(seed), max_rows + 1))
     except DataError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"{name}: the generator failed at row {len(taken)} with {one_line(error)}") from error
-    return Listed(taken, name)
+    return Listed(taken[:max_rows], name, is_cut=len(taken) > max_rows)
 
 
 class Listed:
     """Rows in memory."""
 
-    def __init__(self, rows: Sequence[object], name: str) -> None:
+    def __init__(self, rows: Sequence[object], name: str, is_cut: bool = False) -> None:
         self._rows = rows
         self._name = name
+        self.is_cut = is_cut
+        """Whether there were more."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -97,11 +101,16 @@ class Listed:
 
 
 class JsonLines:
-    """A JSONL file: the positions of its lines in memory, each line parsed when it is read."""
+    """A JSONL file: the positions of its lines in memory, each line parsed when it is read.
+
+    A line that is no longer what it was raises DataError: its prompt is tokens already, and another row's answer
+    would be compared with what they bring.
+    """
 
     def __init__(self, path: str, key: str) -> None:
         self._path = path
         self._starts, self._lengths, self._numbers = array("q"), array("q"), array("q")
+        self._checksums = array("I")
         position = 0
         try:
             with open(path, "rb") as file:
@@ -110,6 +119,7 @@ class JsonLines:
                         self._starts.append(position)
                         self._lengths.append(len(line))
                         self._numbers.append(number)
+                        self._checksums.append(zlib.crc32(line))
                     position += len(line)
                 # The file that was looked at stays the one that is read, also when its name is given to another.
                 self._file = os.dup(file.fileno())
@@ -122,6 +132,11 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> object:
         line = os.pread(self._file, self._lengths[index], self._starts[index])
+        if zlib.crc32(line) != self._checksums[index]:
+            raise DataError(
+                f"{self.where(index)}: changed since the file was looked at; write new data to a new file, and "
+                "start again"
+            )
         try:
             return json.loads(line.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
@@ -186,37 +201,61 @@ def _files(name: str) -> list[str]:
         if not (files := sorted(file for file in glob.glob(name, recursive=True) if os.path.isfile(file))):
             raise DataError(f"{name}: the pattern matches no file")
         return files
-    return [name] if Path(name).suffix in (".jsonl", ".parquet") else []
+    # What is there and no file would be read for ever: a pipe without a writer.
+    named_like_one = Path(name).suffix in (".json", ".jsonl", ".parquet") and not os.path.exists(name)
+    return [name] if named_like_one else []
+
+
+def _whole(source: SourceConfig, key: str) -> str:
+    """The name of a source that has neither subsets nor splits. Raises ConfigError when it is asked for one."""
+    for what, given, default in (("subset", source.subset, None), ("split", source.split, "train")):
+        if given != default:
+            raise ConfigError(
+                f"{key}: {what} {given!r} of {source.path!r} means nothing: only a data set of the Hub or a folder "
+                "has such parts; leave it out, and name the file that you mean"
+            )
+    return source.path
 
 
 def _file(path: str, key: str) -> RowTable:
     if Path(path).suffix != ".parquet":
         return JsonLines(path, key)
-    try:
-        open(path, "rb").close()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check {key}") from error
+    import pyarrow.parquet
+
     library = _library()
     try:
+        with open(path, "rb") as file:
+            if not pyarrow.parquet.read_metadata(file).num_rows:
+                return Listed([], path)  # which the library calls a split that does not exist
         # Converted once, in batches, to an Arrow file in the library's cache.
         dataset = library.Dataset.from_parquet(path, batch_size=BATCH_ROWS)
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror or one_line(error)}); check {key}"
+        ) from error
     except Exception as error:
         raise DataError(f"{path}: not a parquet file that can be read: {_cause(error)}") from error
     return ArrowRows(dataset, path)
 
 
-def _saved_folder(source: SourceConfig, key: str) -> RowTable:
+def _folder(source: SourceConfig, folder: str, key: str) -> RowTable:
     """A folder of `save_to_disk`, or one that the library can load by its path, such as a clone from the Hub."""
-    folder = Path(source.path)
-    if not any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
-        return _named(source, key)
     library = _library()
+    saved = any(os.path.isfile(os.path.join(folder, file)) for file in ("state.json", "dataset_dict.json"))
     try:
-        loaded = library.load_from_disk(str(folder))
+        if saved:
+            loaded = library.load_from_disk(folder)
+        else:
+            loaded = library.load_dataset(folder, source.subset, split=source.split)
     except Exception as error:
-        raise DataError(f"{folder}: the saved data set cannot be read: {_cause(error)}") from error
+        raise DataError(
+            f"{key}: the folder {source.path!r} cannot be read as a data set (subset {source.subset}, split "
+            f"{source.split}): {_cause(error)}; check it, or name its files"
+        ) from error
+    if not saved:
+        return ArrowRows(loaded, f"{source.path} {source.split}")
     if isinstance(loaded, library.Dataset):
-        return ArrowRows(loaded, source.path)
+        return ArrowRows(loaded, _whole(source, key))
     if source.split not in loaded:
         raise ConfigError(
             f"{key}: {source.path!r} has no split {source.split!r}; it has {', '.join(map(str, loaded))}"

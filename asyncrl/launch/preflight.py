@@ -62,6 +62,7 @@ def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
     _check_messages(config)
     _check_folders(config)
     check_trackers(config.run.trackers)
+    _check_evaluation(config)
     rewards = resolve_rewards(config)
     rows = load_rows(config.data.train, config.data, config.seed)
     eval_rows = load_eval_rows(config)
@@ -131,6 +132,15 @@ def snapshot_bytes(config: Config, model_path: Path, device: str) -> int:
     shapes = read_tensor_shapes(model_path)
     tensors = ((name, shape, dtype, ITEMSIZES[dtype]) for name, shape in shapes.items())
     return NUM_SNAPSHOTS * lay_out(tensors, incarnation="", version=0).total_bytes
+
+
+def _check_evaluation(config: Config) -> None:
+    """Only of a run: `asyncrl eval` and `asyncrl data` take a data.eval that no training evaluates."""
+    if config.data.eval and not config.eval.every:
+        names = ", ".join(source.path for source in config.data.eval)
+        raise ConfigError(
+            f"data.eval: {names} is never used with eval.every 0; set eval.every, or leave it out (data.eval=null)"
+        )
 
 
 def _check_messages(config: Config) -> None:

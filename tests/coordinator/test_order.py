@@ -24,6 +24,18 @@ def test_with_equal_weights_every_epoch_holds_every_prompt_once(seed: int, sizes
         assert {order.epoch(epoch * num_prompts + p) for p in range(num_prompts)} == {epoch}
 
 
+def test_a_batch_goes_on_into_the_next_epoch_so_that_no_row_is_left_out():
+    # 10 rows in batches of 4: the third batch has the last two rows of one epoch and the first two of the next.
+    # 3 rows in a batch of 4: one row twice. Mutations: drop an epoch's rest (its rows would never be seen), or begin
+    # every batch in an epoch of its own.
+    batches = [[DataOrder(5, [10], [1.0]).place(4 * b + i) for i in range(4)] for b in range(5)]
+    assert [epoch for epoch, _ in batches[2]] == [0, 0, 1, 1]
+    assert Counter(row for batch in batches for _, row in batch) == dict.fromkeys(range(10), 2)
+    few = [DataOrder(5, [3], [1.0]).place(i) for i in range(4)]
+    assert sorted(row for _, row in few[:3]) == [0, 1, 2]
+    assert few[3] == (1, few[3][1])
+
+
 def test_equal_weights_are_the_shuffled_concatenation_that_one_source_has():
     # The literal is the order that a run with one source has always had. Mutation: a seed of its own for a single
     # stream (_hash63(seed, 0)) -> resumed runs would see other prompts.

@@ -104,6 +104,21 @@ def breaks(seed):
 
 def foreign(seed):
     yield {"prompt": "x", "extra": {1, 2}}
+
+def takes_nothing():
+    return [{"prompt": "x"}]
+
+def gives_nothing(seed):
+    pass
+
+def exits(seed):
+    raise SystemExit(0)
+
+def ends(seed):
+    return [{"prompt": "x"}] * 3
+
+def exiting_filter(row):
+    raise SystemExit(0)
 """
 
 
@@ -125,11 +140,29 @@ def test_a_generator_is_given_the_seed_and_cut_at_max_rows(generators: str) -> N
     [
         ("breaks", "the generator failed at row 1 with RuntimeError: disk on fire"),
         ("foreign", "row 0 .*column 'extra': a set is not a JSON value"),
+        ("takes_nothing", "the generator failed at row 0 with TypeError: .*takes 0 positional arguments"),
+        ("gives_nothing", "the generator failed at row 0 with TypeError: 'NoneType' object is not iterable"),
+        ("exits", "the generator failed at row 0 with SystemExit: 0"),
     ],
 )
 def test_a_generators_faults_are_named(generators: str, name: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         rows_of(config_of(f"{generators}:{name}"))
+
+
+def test_a_filter_that_exits_is_named(generators: str) -> None:
+    # Catches: `except Exception` alone -> the command ends with exit code 0 and no word.
+    source = SourceConfig(path=f"{generators}:ends", filter=f"{generators}:exiting_filter")
+    with pytest.raises(DataError, match=r"row 0 .*the filter .*exiting_filter' failed with SystemExit: 0"):
+        load_rows([source], DataConfig(), 0)
+
+
+@pytest.mark.parametrize(("max_rows", "is_cut"), [(2, True), (3, False), (4, False)])
+def test_rows_know_whether_a_generator_had_more(generators: str, max_rows: int, is_cut: bool) -> None:
+    # Catches: >= in place of > (cut at 3 too); taking no row beyond max_rows.
+    data = config_of(f"{generators}:ends", max_rows=max_rows)
+    (rows,) = load_rows(data.train, data, 0)
+    assert (len(rows), rows.is_cut) == (min(3, max_rows), is_cut)
 
 
 def token_lists(rows: list[dict[str, Any]], data: DataConfig, tokenizer: Any) -> list[list[int]]:
@@ -169,6 +202,15 @@ def test_messages_go_through_the_template_with_the_generation_prompt() -> None:
     assert token_lists(rows, as_chat, tokenizer) == [ids_of("s:Su:aba:"), ids_of("s:Su:cda:")]
     own_system = [{"prompt": [{"role": "system", "content": "T"}, *CHAT]}]
     assert token_lists(own_system, as_chat, tokenizer) == [ids_of("s:Tu:aba:")]
+
+
+def test_a_system_prompt_that_would_go_nowhere_is_refused() -> None:
+    # Catches: a string prompt taken as it is, the system prompt ignored without a word.
+    data = DataConfig(system_prompt="Be brief.")
+    with pytest.raises(
+        DataError, match=r"row 0 .*data\.system_prompt 'Be brief\.' .*set data\.as_chat: true"
+    ):
+        tokenized([{"prompt": "ab"}], data, build_tokenizer())
 
 
 def test_a_template_and_a_tokenizer_that_both_add_bos_give_exactly_one() -> None:

@@ -86,6 +86,25 @@ def test_ids_that_would_encode_differently_stay_as_sampled() -> None:
     assert (trajectory.text, trajectory.token_ids.tolist()) == ("ab", [2, 3])
 
 
+@pytest.mark.parametrize(("ids", "reason"), [([5, 6, 1], "stop"), ([5, 9], "stop"), ([1, 1, 1], "length")])
+def test_an_eos_that_is_the_pad_token_and_one_that_only_the_engine_knows_are_trained(
+    ids: list[int], reason: str
+) -> None:
+    # Catches: a mask made from ids (ids != pad leaves the EOS out); finish_reason made from the tokenizer's one EOS
+    # (a completion that ends in 9 would count as cut off).
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"</s>": 1, "a": 5, "b": 6, "<end>": 9}, unk_token="a"))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="</s>", eos_token="</s>")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+    trajectory = rollout(sampled(ids, reason), RewardOutcome(1.0, Status.SCORED), [], tokenizer)
+    assert trajectory.token_ids.tolist() == ids
+    assert trajectory.loss_mask.tolist() == [1] * len(ids)
+    assert trajectory.finish_reason == reason
+
+
 def test_the_engines_error_is_passed_on() -> None:
     async def generate(context: Int32) -> Sampled:
         raise RuntimeError("engine died")

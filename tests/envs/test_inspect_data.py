@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from asyncrl import cli
-from asyncrl.envs.inspect_data import lengths_in_words
-from asyncrl.models.tiny import build_tokenizer
+from asyncrl.config import DataConfig, SourceConfig
+from asyncrl.envs.dataset import load_dataset
+from asyncrl.envs.inspect_data import describe, lengths_in_words
+from asyncrl.models.tiny import BOS_ID, build_tokenizer
 
 
 @pytest.fixture
@@ -75,6 +78,48 @@ def test_rows_counts_and_lengths_are_shown_for_each_source(
         f"    {' '.join(map(str, long_ids[:32]))} ... 11 more",
         "all 2 sources: 2 of 4 rows kept",
         "  prompt tokens: min 4  mean 23.5  p50 4  p95 43  max 43",
+    ]
+
+
+def test_the_text_shown_is_what_the_tokens_say(tmp_path: Path):
+    # Mutation: show the text that was tokenised -> neither the BOS that the tokenizer adds nor the unknown
+    # character is seen; clean_up_tokenization_spaces=True -> "a."
+    tokenizer = build_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS_ID)]
+    )
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a .\u00e9"}))
+    data = DataConfig(train=(SourceConfig(path=str(path)),))
+    shown = list(describe(load_dataset(data.train, data, 0, tokenizer), data, tokenizer, 1))
+    assert shown[-2] == "    | <bos>a .<unk>"
+
+
+def test_the_data_of_evaluations_is_shown_whether_or_not_a_run_would_evaluate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path
+):
+    # Mutation: refuse data.eval without eval.every in the configuration itself.
+    for every in ((), ("eval.every=3",)):
+        words = (f"model={model}", "data.eval=sort4", "data.max_rows=2", "--rows", "0", *every)
+        assert run(*words, monkeypatch=monkeypatch) == 0
+        titles = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+        assert titles == [
+            "data.train",
+            "rev4: 2 of 2 rows kept",
+            "data.eval",
+            "sort4: 2 of 2 rows kept",
+        ]
+
+
+def test_a_generator_that_has_more_rows_is_said_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path
+):
+    assert run(f"model={model}", "data.max_rows=2", "--rows", "0", monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "data.train",
+        "rev4: 2 of 2 rows kept",
+        "  only its first 2 rows, as data.max_rows says; it has more",
+        "  prompt tokens: min 5  mean 5.0  p50 5  p95 5  max 5",
     ]
 
 

@@ -52,6 +52,13 @@ def test_weights_whose_cycle_is_too_long_are_refused_with_rounder_ones():
         integer_weights([0.3333333, 0.6666667])
 
 
+def test_the_rounder_weights_are_weights_that_are_taken():
+    # Mutation: round a small share to 0.000, which the configuration refuses.
+    with pytest.raises(ConfigError, match=r"use rounder numbers, such as 0\.001, 1\.000$"):
+        integer_weights([1e-7, 1.0])
+    assert integer_weights([0.001, 1.0]) == [1, 1000]
+
+
 def test_equal_weights_leave_the_shares_to_the_sizes_and_others_do_not():
     # Mutation: shares by weight always -> 0.5, 0.5.
     assert shares([30, 10], [2.0, 2.0]) == [0.75, 0.25]

@@ -219,6 +219,73 @@ def test_a_jsonl_file_that_was_replaced_is_read_as_it_was(tmp_path: Path):
     assert rows[1] == {"prompt": "second"}
 
 
+def test_a_jsonl_file_that_was_written_over_is_refused_and_one_that_grew_is_not(tmp_path: Path):
+    # Catches: no checksum -> the tokens of one prompt with the answer of another, without a word.
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [{"prompt": "ab", "answer": "1"}, {"prompt": "cd", "answer": "2"}])
+    rows = rows_of(path)
+    with path.open("a") as file:
+        file.write('{"prompt": "ef", "answer": "3"}\n')
+    assert rows[1] == {"prompt": "cd", "answer": "2"}
+    write_jsonl(path, [{"prompt": "ab", "answer": "1"}, {"prompt": "xy", "answer": "9"}])
+    assert rows[0] == {"prompt": "ab", "answer": "1"}
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: changed since the file was looked at"):
+        rows[1]
+
+
+def test_a_parquet_file_without_rows_is_called_so(tmp_path: Path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
+    with pytest.raises(DataError, match=r"rows\.parquet: no rows"):
+        rows_of(path)
+
+
+def test_a_folder_that_is_no_data_set_is_named_without_talk_of_the_network(tmp_path: Path):
+    # Mutation: load it as a name of the Hub.
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(
+        DataError, match=r"data\.train: the folder '.*nothing' .*any data files; check it"
+    ) as caught:
+        rows_of(tmp_path / "nothing")
+    assert "network" not in str(caught.value)
+
+
+def test_a_file_of_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # YAML and `key=~/...` on a command line are not the shell's to expand.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "ab"}])
+    write_jsonl(tmp_path / "more.json", [{"prompt": "cd"}])
+    assert rows_of("~/rows.jsonl")[0] == {"prompt": "ab"}
+    assert [row["prompt"] for row in rows_of("~/*.json*")] == ["cd", "ab"]
+
+
+def test_a_json_file_that_is_not_there_is_not_looked_for_on_the_hub():
+    with pytest.raises(DataError, match=r"data/none\.json: cannot be read \(No such file"):
+        rows_of("data/none.json")
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path):
+    # Mutation: go by the name alone -> open() waits for a writer that never comes.
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match=r"pipe\.jsonl' is neither a file nor a folder"):
+        rows_of(tmp_path / "pipe.jsonl")
+
+
+@pytest.mark.parametrize("asked", [{"split": "test"}, {"subset": "main"}])
+def test_a_file_or_task_that_is_asked_for_a_part_is_refused(asked: dict[str, str], tmp_path: Path):
+    # Mutation: leave a call of _whole out -> all rows are taken, whatever the split says.
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "ab"}])
+    datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "saved"))
+    for name in (
+        path,
+        write_parquet(tmp_path / "rows.parquet", [{"prompt": "a"}]),
+        "rev4",
+        tmp_path / "saved",
+    ):
+        with pytest.raises(ConfigError, match=rf"{next(iter(asked))} '.*' of '.*' means nothing"):
+            rows_of(name, **asked)
+
+
 def test_a_large_parquet_file_is_never_read_whole(tmp_path: Path):
     # 40,000 rows of 2 kB: 80 MB of text. What Arrow has allocated at its peak, through conversion, scan and reads,
     # is a few row groups of 2 MB. Mutation: keep_in_memory=True in from_parquet -> over 80 MB; rows that are kept

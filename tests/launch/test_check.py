@@ -51,6 +51,7 @@ REFUSED = [
     (["reward=[exact_match, {name: gsm8k_strict, data_source: [x]}]"], ["gsm8k_strict", "data_source 'x'"]),
     (["reward={name: exact_match, data_source: [x]}"], ["no reward applies", "data_source ''"]),
     (["data.train=missing.jsonl"], ["missing.jsonl", "data.train"]),
+    (["data.eval=[rev4, sort4]"], ["data.eval: rev4, sort4", "eval.every 0", "data.eval=null"]),
     (["data.answer_key=solution"], ["solution", "data.answer_key"]),
     (["run.name=model"], ["run.name", "exists already", "choose another"]),
 ]
@@ -71,6 +72,22 @@ def test_check_and_a_run_refuse_the_same_things_in_the_same_words(
     assert str(checked.value) == str(prepared.value)
     for part in says:
         assert part in str(checked.value)
+
+
+def test_a_model_without_a_chat_template_is_named_before_anything_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Mutation: the template looked for when the first prompt is leased.
+    rows = model.parent / "rows.jsonl"
+    rows.write_text('{"prompt": [{"role": "user", "content": "ab"}], "answer": "x"}\n')
+    config = config_of(model, f"data.train={rows}")
+    for refuse in (check, lambda config: run_prepare(config, monkeypatch)):
+        with pytest.raises(DataError) as caught:
+            refuse(config)
+        for part in (f"{rows}, line 1", str(model), "no chat template", "chat_template.jinja"):
+            assert part in str(caught.value)
+    rows.write_text('{"prompt": "ab", "answer": "x"}\n')
+    assert len(run_prepare(config, monkeypatch).dataset) == 1
 
 
 def test_snapshots_that_do_not_fit_are_refused_to_the_byte(model: Path, monkeypatch: pytest.MonkeyPatch):
@@ -139,6 +156,18 @@ def test_check_shows_the_numbers_that_the_config_amounts_to(
     assert shown["snapshots"].startswith("two at once: 0.0 MB in /dev/shm, ")
     assert (shown["learner-0"], shown["learner-1"]) == ("cores 6", "cores 7")
     assert shown["rollout-server-0"] == "cores 4,5"
+
+
+def test_check_counts_the_epochs_of_the_source_that_is_drawn_most(tmp_path: Path, model: Path):
+    # 60 versions x 16 = 960 prompts: 768 of one source's 4 rows, 192 of the other's 12. Mutation: 960 / 16 rows.
+    for name, num_rows in (("few", 4), ("many", 12)):
+        row = {"prompt": "ab", "answer": "x"}
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * num_rows)
+    weighted = f"data.train=[{{path: {tmp_path}/few.jsonl, weight: 4}}, {tmp_path}/many.jsonl]"
+    end = "960 prompts, 192.00 epochs (of the source least drawn, 16.00)"
+    assert dict(check(config_of(model, weighted)))["the run"].endswith(end)
+    equal = f"data.train=[{tmp_path}/few.jsonl, {tmp_path}/many.jsonl]"
+    assert dict(check(config_of(model, equal)))["the run"].endswith("960 prompts, 60.00 epochs")
 
 
 def test_check_shows_each_process_with_its_own_gpus(model: Path, monkeypatch: pytest.MonkeyPatch):
