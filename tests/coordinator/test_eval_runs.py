@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import scripted_run
-from scripted_peers import Server, learn
-from scripted_run import NUM_EVAL_ROWS, Run, play
+from scripted_peers import Server, learn, make_group
+from scripted_run import DEADLINE_S, NUM_EVAL_ROWS, Run, play
 
 from asyncrl.config import Config
+from asyncrl.errors import PeerLost
+from asyncrl.stream.codec import Received, group_fields
+from asyncrl.stream.messages import EvalFinished, EvalLease
 
 
 def make_config(tmp_path: Path, *overrides: str) -> Config:
@@ -360,6 +365,115 @@ def test_a_run_whose_servers_leave_during_the_last_evaluation_reports_it_cut_and
         )
 
     play(scenario, make_config(tmp_path))
+
+
+async def held_for_ever(version: int, row_index: int) -> None:
+    """Of version 0 one prompt of six is answered."""
+    if version == 0 and row_index:
+        await asyncio.Event().wait()
+
+
+async def end_of(run: Run, tasks: list[asyncio.Task[Any]]) -> str:
+    """Waits for the run's end and gives its error; the peers, which are told or not, go with it."""
+    ended = (await asyncio.gather(run.task, return_exceptions=True))[0]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return type(ended).__name__
+
+
+def test_an_evaluation_in_flight_when_the_run_fails_is_written_down_as_cut_by_that(tmp_path: Path):
+    # Mutations: nothing is written (no evaluations.jsonl); it is written without what came.
+    async def scenario(run: Run) -> None:
+        server = asyncio.ensure_future(Server(run, before_eval=held_for_ever).serve())
+        learner = asyncio.ensure_future(learn(run, fail_at=1))
+        assert await end_of(run, [server, learner]) == "PeerLost"
+        (only,) = run.evaluations()
+        assert (only["version"], only["num_prompts"], only["metrics"]) == (0, 1, {})
+        assert only["cut"] == "the run failed: learner-0 failed: the gradient of layer 3 is NaN"
+        lines = (run.path / "evaluations" / "version_000000.jsonl").read_text().splitlines()
+        assert [json.loads(line)["ordinal"] for line in lines] == [0]
+        assert run.coordinator.status.counts["evaluations_cut"] == 1
+        assert "evaluation of version 0 was cut" in run.coordinator.status.notes[-1]
+
+    play(scenario, make_config(tmp_path))
+
+
+def test_an_evaluation_in_flight_when_the_run_is_ended_from_outside_is_written_down_as_cut(tmp_path: Path):
+    # Mutation: only a failure of the coordinator's own is written down: Ctrl-C and a lost child cancel it.
+    async def scenario(run: Run) -> None:
+        server = asyncio.ensure_future(Server(run, before_eval=held_for_ever).serve())
+        learner = asyncio.ensure_future(learn(run))
+        await run.until("server", "eval", 0, 5)
+        run.task.cancel()
+        assert await end_of(run, [server, learner]) == "CancelledError"
+        assert [(e["version"], e["cut"]) for e in run.evaluations()] == [(0, "the run was ended")]
+
+    play(scenario, make_config(tmp_path))
+
+
+def test_an_evaluation_whose_numbers_are_being_worked_out_when_the_run_is_ended_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Mutation: only evaluations that wait for results are cut; this one has them all.
+    working, may_end = threading.Event(), threading.Event()
+
+    def slowly(*_: Any) -> None:
+        working.set()
+        assert may_end.wait(DEADLINE_S)
+
+    monkeypatch.setattr("asyncrl.coordinator.eval_side.evaluate", slowly)
+
+    async def scenario(run: Run) -> None:
+        server = asyncio.ensure_future(Server(run).serve())
+        learner = asyncio.ensure_future(learn(run))
+        await asyncio.to_thread(working.wait, DEADLINE_S)
+        run.task.cancel()
+        await end_of(run, [server, learner])
+        first = run.evaluations()[0]
+        assert (first["version"], first["num_prompts"]) == (0, 6)
+        assert first["cut"] == "its numbers were not worked out: the run was ended"
+        may_end.set()
+
+    try:
+        play(scenario, make_config(tmp_path))
+    finally:
+        may_end.set()
+
+
+def test_a_second_result_of_a_prompt_changes_nothing_whatever_sampled_it(tmp_path: Path):
+    # Mutation: versions are compared before it is known that nobody waits for the result: the evaluation is cut.
+    class Repeats(Server):
+        async def _evaluate(self, lease: EvalLease, received: Received) -> None:
+            await super()._evaluate(lease, received)
+            if lease.version == 2:
+                assert received.prompt_ids is not None
+                again = make_group(lease.row_index, received.prompt_ids, version=1, num_samples=1)
+                await self.connection.send(EvalFinished(2, group_fields(again)), groups=[again])
+
+    async def scenario(run: Run) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Repeats(run).serve())
+            tasks.create_task(learn(run))
+            await run.task
+        assert [(e["version"], e["cut"]) for e in run.evaluations()] == [(0, ""), (2, ""), (4, "")]
+        assert run.coordinator.status.counts["eval_groups_ignored"] == NUM_EVAL_ROWS
+        assert run.coordinator.status.counts["messages_refused"] == 0
+
+    play(scenario, make_config(tmp_path))
+
+
+def test_a_run_without_servers_ends_in_time_although_an_evaluation_waits_for_one(tmp_path: Path):
+    # Mutation: an evaluation that lives counts as progress: the run waits for timeouts.eval_s first.
+    async def scenario(run: Run) -> None:
+        learner = asyncio.ensure_future(learn(run))
+        with pytest.raises(PeerLost, match="no rollout server for 1 s"):
+            await run.task
+        await asyncio.gather(learner, return_exceptions=True)
+        assert [e["version"] for e in run.evaluations()] == [0]
+
+    overrides = ["timeouts.engine_start_s=0.5", "timeouts.connect_s=0.5"]
+    play(scenario, make_config(tmp_path, *overrides))
 
 
 @pytest.mark.parametrize("every", [1, 3])
