@@ -192,20 +192,28 @@ class Launch:
     async def _watch(self, coordinator: Coordinator) -> None:
         """Until the run has ended and every child with it. Raises the first cause."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                name = str(self._config.run.name)
-                shown = tasks.create_task(show(coordinator.status, name, self._console))
-                watched = [
-                    tasks.create_task(self._processes.watch(child, coordinator.ending))
-                    for child in self._processes.children
-                ]
-                # A task like the others, so that the group's first exception is the first in time.
-                await tasks.create_task(coordinator.run())
-                if watched:
-                    await asyncio.wait(watched, timeout=self._config.timeouts.shutdown_s)
-                for task in [shown, *watched]:  # whoever is still there is ended by `run`
-                    task.cancel()
+            async with asyncio.TaskGroup() as display:
+                shown = display.create_task(
+                    show(coordinator.status, str(self._config.run.name), self._console)
+                )
+                try:
+                    await self._serve(coordinator)
+                finally:
+                    shown.cancel()  # after everybody's last notes
         except BaseExceptionGroup as group:
             cause = first_cause(group)
             await coordinator.stop_peers(last_line(cause))
             raise cause from None
+
+    async def _serve(self, coordinator: Coordinator) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            watched = [
+                tasks.create_task(self._processes.watch(child, coordinator.ending))
+                for child in self._processes.children
+            ]
+            # A task like the others, so that the group's first exception is the first in time.
+            await tasks.create_task(coordinator.run())
+            if watched:
+                await asyncio.wait(watched, timeout=self._config.timeouts.shutdown_s)
+            for task in watched:  # whoever is still there is ended by `run`
+                task.cancel()
