@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncRLError, ConfigError, DataError, last_line
@@ -30,7 +31,12 @@ from asyncrl.errors import AsyncRLError, ConfigError, DataError, last_line
 INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help=escape(str(__doc__)),  # it shows words in brackets
+)
 
 ConfigPath = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="YAML file; left out: all defaults.")
