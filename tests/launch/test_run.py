@@ -60,3 +60,31 @@ def test_what_the_coordinator_says_at_its_end_is_shown_although_a_child_ended_th
 
     assert asyncio.run(scenario()).stopped_with == "rollout-server-0 was killed by SIGKILL"
     assert "evaluation of version 4 was cut" in capsys.readouterr().out
+
+
+class Rows:
+    """What is said of a data set."""
+
+    def __init__(self, num_prompts: int, source: str, num_filtered: int, num_too_long: int) -> None:
+        self.source, self.num_filtered, self.num_too_long = source, num_filtered, num_too_long
+        self._num_prompts = num_prompts
+
+    def __len__(self) -> int:
+        return self._num_prompts
+
+
+def test_rows_that_were_left_out_are_shown_of_training_and_of_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # Mutation: only those of data.train.
+    prepared: Any = SimpleNamespace(
+        config=load_config(None, ["run.name=r"]),
+        dataset=Rows(8, "train.jsonl", 0, 0),
+        eval_dataset=Rows(5, "eval.jsonl", 2, 3),
+        model_path="m",
+    )
+    Launch(prepared, RunDirectory(tmp_path), start=(), on_listening=None)._introduce()
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "8 prompts from train.jsonl; model m",
+        "evaluation: 5 prompts from eval.jsonl, 2 filtered, 3 dropped as too long",
+    ]
