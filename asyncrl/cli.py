@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncRLError, ConfigError, DataError, last_line
@@ -30,7 +31,12 @@ from asyncrl.errors import AsyncRLError, ConfigError, DataError, last_line
 INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help=escape(str(__doc__)),  # it shows words in brackets
+)
 
 ConfigPath = Annotated[  # not a Path: an override may stand there, and a Path turns a=x//y into a=x/y
     str | None, typer.Argument(metavar="CONFIG", help="YAML file; left out: all defaults.")
@@ -86,7 +92,10 @@ def evaluate(
     config: ConfigPath = None,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Hugging Face folder instead of the config's model.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Hugging Face folder, or a run directory, instead of the config's model."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the numbers go as JSON; left out: stdout.")
@@ -100,16 +109,28 @@ def evaluate(
     path, words = split_arguments(config, overrides)
     # So that data.eval must be there; how often is not read.
     loaded = load_config(path, ["eval.every=1", *words])
-    result = evaluate_model(loaded, checkpoint)
-    print_table(result)
-    text = json.dumps(result.as_json(), indent=2)
-    if output is None:
-        print(text)
-    else:
-        output.write_text(text + "\n")
+    if output is not None:
+        _check_output(output)
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as stdout:
+        os.dup2(
+            sys.stderr.fileno(), sys.stdout.fileno()
+        )  # engines print too, and stdout is for the JSON alone
+        result = evaluate_model(loaded, checkpoint)
+        print_table(result)
+        text = json.dumps(result.as_json(), indent=2) + "\n"
+        if output is None:
+            stdout.write(text)
+        else:
+            output.write_text(text)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # everything has ended; vLLM taken apart object by object prints errors of its own
+
+
+def _check_output(output: Path) -> None:
+    """Raises ConfigError for a file that cannot be written, before the work is done that it is for."""
+    if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise ConfigError(f"--output: {output} cannot be written; name a file in an existing folder")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -142,13 +143,17 @@ def test_names_are_taken_and_shown_as_they_are_written(asyncrl: Asyncrl, tmp_pat
 
 
 def test_help_names_every_command():
-    # Mutation: rename or drop a command -> it is missing.
+    # Mutations: rename or drop a command; add one without a line in the module's docstring.
     done = subprocess.run(
         [sys.executable, "-m", "asyncrl.cli", "--help"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
-    for command in ("train", "learner", "rollout-server", "check"):
-        assert command in done.stdout
+    prose, _, table = done.stdout.partition("Commands")
+    listed = set(re.findall(r"^│ ([a-z-]+) ", table, re.MULTILINE))
+    introduced = {command for command in listed if f" asyncrl {command} " in prose}
+    every = {"train", "learner", "rollout-server", "eval", "check", "data", "export", "schema"}
+    assert listed == introduced == every
+    assert "asyncrl train CONFIG [key=value ...]" in prose, "not taken for markup"
 
 
 def loaded_by(program: str) -> str:

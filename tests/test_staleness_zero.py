@@ -23,7 +23,7 @@ from memory_dataset import dataset_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config import Config, load_config, shared_digest
-from asyncrl.coordinator.batches import plan_batch, shard_of
+from asyncrl.coordinator.batches import plan_batch
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
 from asyncrl.coordinator.order import DataOrder, request_seed
@@ -220,7 +220,7 @@ def run_synchronously(served: ServedModel, config: Config, learner: RecordingLea
             served.await_(served.update(path, manifest))
             groups = served.await_(generate(range(3 * version, 3 * version + 3)))
             plan = plan_batch(version, groups, num_ranks=1, max_tokens=120)
-            learner.update(shard_of(plan, groups, 0))
+            learner.update(Shard(plan, 0, [groups[p] for p in plan.positions_of(0)]))
     finally:
         publisher.close()
 

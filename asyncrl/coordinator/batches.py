@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from asyncrl.coordinator.staleness import FinishedGroup, OverAge, oldest_trained_version
-from asyncrl.types import Plan, Shard, Status, Trajectory, TrajectoryGroup
+from asyncrl.types import Plan, Status, Trajectory, TrajectoryGroup
 
 
 def describe_finished(group: TrajectoryGroup) -> FinishedGroup:
@@ -116,11 +116,6 @@ def _fill(positions: list[int], num_tokens: list[int], max_tokens: int) -> list[
         microbatches[-1].append(position)
         room -= num_tokens[position]
     return microbatches
-
-
-def shard_of(plan: Plan, groups: list[TrajectoryGroup], rank: int) -> Shard:
-    """The groups that one rank trains on."""
-    return Shard(plan, rank, [groups[p] for p in plan.positions_of(rank)])
 
 
 def batch_metrics(plan: Plan, masked: list[MaskedGroup]) -> dict[str, float]:

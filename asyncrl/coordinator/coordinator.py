@@ -108,8 +108,11 @@ class Coordinator:
                     task.cancel()
         except BaseExceptionGroup as group:
             cause = first_cause(group)
+            self._eval_side.end(f"the run failed: {last_line(cause)}")
             await self.stop_peers(last_line(cause))
             raise cause from None
+        finally:
+            self._eval_side.end("the run was ended")
 
     async def stop_peers(self, error: str) -> None:
         """Tells every peer that the run ends; an empty error is a normal end."""
@@ -243,10 +246,8 @@ class Coordinator:
                 f"no rollout server for {limit_s:g} s (timeouts.engine_start_s + connect_s); start one: "
                 f"asyncrl rollout-server CONFIG --connect {self._mailbox.address}"
             )
-        if (
-            self._evaluations.live
-        ):  # training may have to wait for them, and they have a deadline of their own
-            self.status.record_progress()
+        if self._evaluations.live and num_servers:
+            self.status.record_progress()  # training may have to wait for them; they have a deadline of their own
         elif learner.version >= 0 and num_servers and waited_s > timeouts.idle_s:
             ledger = self._ledger
             raise PeerLost(

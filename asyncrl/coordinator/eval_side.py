@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from asyncrl.config import Config
@@ -50,12 +51,12 @@ class EvalSide:
         self._status = status
         self._directory = directory
         self._ended: asyncio.Queue[Evaluation] = asyncio.Queue()
-        self._num_unreported = 0
+        self._unreported: list[Evaluation] = []
 
     @property
     def is_done(self) -> bool:
         """Whether every evaluation that began has ended and is written down."""
-        return not self._evaluations.live and not self._num_unreported
+        return not self._evaluations.live and not self._unreported
 
     async def lease(self, servers: list[ServerState]) -> None:
         """Grants prompts to the servers at a version under evaluation while credits last, the least busy first."""
@@ -75,9 +76,11 @@ class EvalSide:
     def _next_lease(self, servers: list[ServerState]) -> tuple[ServerState, Evaluation, int] | None:
         if not self._evaluations.live:
             return None
-        for server in sorted(servers, key=lambda s: (s.num_eval_leases, s.peer)):
-            most = min(self._max_leases(server), self._evaluations.fair_share(server, servers))
-            is_free = server.is_connected and server.num_eval_leases < most
+        num_offered = Counter(server.offered for server in servers)
+        ready = (s for s in servers if s.is_connected and self._evaluations.has_work_for(s))
+        for server in sorted(ready, key=lambda s: (s.num_eval_leases, s.peer)):
+            fair_share = self._evaluations.fair_share(num_offered[server.version])
+            is_free = server.num_eval_leases < min(self._max_leases(server), fair_share)
             if is_free and (granted := self._evaluations.grant(server)):
                 return server, *granted
         return None
@@ -93,15 +96,16 @@ class EvalSide:
         """Handles an EvalFinished. Raises WireError for tokens of another version than the evaluation's."""
         finished, group = received.body, received.groups[0]
         assert isinstance(finished, EvalFinished)
-        evaluation = self._evaluations.live.get(finished.version)
+        if not self._evaluations.awaits(finished.version, group.ordinal):
+            self._status.counts["eval_groups_ignored"] += 1
+            return
+        evaluation = self._evaluations.live[finished.version]
         found = {version for t in group.trajectories for version in set(t.policy_versions.tolist())}
-        if evaluation is not None and found - {finished.version}:
+        if found - {finished.version}:
             rule = f"an evaluation of version {finished.version} has tokens of versions {sorted(found)}"
             evaluation.cut = f"{server.name}: {rule}"
             raise WireError(f"body.group.policy_versions: {rule} (from {server.name!r})")
-        if not self._evaluations.accept(finished.version, group):
-            self._status.counts["eval_groups_ignored"] += 1
-            return
+        evaluation.finish(group.ordinal, group)
         self._count_leases(server)
         server.last_step_s = time.monotonic()
         renamed = [Span(f"eval_{s.name}", s.start_s, s.end_s, s.fields) for s in group.spans]
@@ -109,8 +113,8 @@ class EvalSide:
 
     def refuse(self, refusal: Refusal) -> None:
         """A result that breaks the schema ends its evaluation: the same request would give it again."""
-        if refusal.evaluated is not None and (e := self._evaluations.live.get(refusal.evaluated[0])):
-            e.cut = f"a result was refused: {refusal.error}"
+        if refusal.evaluated is not None and self._evaluations.awaits(*refusal.evaluated):
+            self._evaluations.live[refusal.evaluated[0]].cut = f"a result was refused: {refusal.error}"
 
     def look(self, newest_version: int, servers: list[ServerState], now_s: float) -> None:
         """Cuts what cannot go on, and hands over to `report` what has ended."""
@@ -118,24 +122,40 @@ class EvalSide:
             return
         self._evaluations.cut_out_of_reach(newest_version, servers)
         self._evaluations.cut_overdue(now_s, self._config.timeouts.eval_s)
-        for evaluation in self._evaluations.take_ended():
-            self._num_unreported += 1
+        for evaluation in self._evaluations.take_ended(now_s):
+            self._unreported.append(evaluation)
             self._ended.put_nowait(evaluation)
         for server in servers:
             self._count_leases(server)
+
+    def end(self, reason: str) -> None:
+        """The run ends: writes down as cut what is not reported yet. Raises nothing, since it must not hide why."""
+        self._evaluations.cut_all(reason)
+        self._unreported += self._evaluations.take_ended(time.monotonic())
+        for evaluation in self._unreported:
+            evaluation.cut = evaluation.cut or f"its numbers were not worked out: {reason}"
+            try:
+                self._write(evaluation, self._kept(evaluation), None)
+            except OSError as error:
+                self._status.note(
+                    f"the evaluation of version {evaluation.version} could not be written: {error}"
+                )
+        self._unreported.clear()
 
     async def report(self, reported: Callable[[], None]) -> None:
         """Runs until cancelled: writes down each evaluation that has ended, then calls `reported`."""
         while True:
             evaluation = await self._ended.get()
-            seconds = time.monotonic() - evaluation.since_s
-            prompts = sorted(evaluation.finished.items())
-            kept = [(self._dataset[row_index], group) for row_index, group in prompts]
+            kept = self._kept(evaluation)
             # Bootstraps of many prompts and samples take seconds.
             report = await asyncio.to_thread(self._report, evaluation, kept)
-            self._write(evaluation, kept, report, seconds)
-            self._num_unreported -= 1
+            self._write(evaluation, kept, report)
+            self._unreported.remove(evaluation)
             reported()
+
+    def _kept(self, evaluation: Evaluation) -> list[tuple[TokenizedRow, TrajectoryGroup]]:
+        """The prompts that have a result, in the order of the data set."""
+        return [(self._dataset[row_index], group) for row_index, group in sorted(evaluation.finished.items())]
 
     def _report(
         self, evaluation: Evaluation, kept: list[tuple[TokenizedRow, TrajectoryGroup]]
@@ -150,10 +170,11 @@ class EvalSide:
         evaluation: Evaluation,
         kept: list[tuple[TokenizedRow, TrajectoryGroup]],
         report: EvalReport | None,
-        seconds: float,
     ) -> None:
-        version, start_s = evaluation.version, evaluation.since_s
-        span = Span("evaluation", start_s, start_s + seconds, {"version": version})
+        version, start_s, end_s = evaluation.version, evaluation.since_s, evaluation.ended_s
+        assert end_s is not None
+        seconds = end_s - start_s
+        span = Span("evaluation", start_s, end_s, {"version": version})
         self._directory.append_spans("coordinator", [span])
         prompts = [PromptText(prompt.text, answer_of(prompt.row, self._config.data)) for prompt, _ in kept]
         self._directory.write_evaluation(version, [group for _, group in kept], prompts)

@@ -15,21 +15,12 @@ eval_side.py grants, answers and reports; server_side.py asks `keeps` before it 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.config import EvalConfig
 from asyncrl.coordinator.servers import ServerState
 from asyncrl.types import TrajectoryGroup
-
-
-@dataclass(slots=True)
-class EvalLeaseRecord:
-    """One prompt of an evaluation that one server works on."""
-
-    server: bytes
-    missed_heartbeats: int = 0
-    """Heartbeats of its server in a row that did not list it."""
 
 
 @dataclass(slots=True)
@@ -41,8 +32,14 @@ class Evaluation:
     published_s: float
     began_s: float | None = None
     """When its first prompt was leased: a server may have to start before that."""
+    ended_s: float | None = None
+    """When it was complete, or was cut."""
     waiting: deque[int] = field(default_factory=deque)
-    leased: dict[int, EvalLeaseRecord] = field(default_factory=dict)
+    holders: dict[int, bytes] = field(default_factory=dict)
+    """The server that works on each leased prompt."""
+    leases: dict[bytes, dict[int, int]] = field(default_factory=dict)
+    """The same by server, so that looking at one costs nothing for the others: its prompts, and how many heartbeats
+    in a row did not list each."""
     finished: dict[int, TrajectoryGroup] = field(default_factory=dict)
     cut: str = ""
     """Why it ended before it was complete."""
@@ -56,14 +53,38 @@ class Evaluation:
     def is_complete(self) -> bool:
         return len(self.finished) == self.num_prompts
 
-    def leases_of(self, server: bytes) -> list[int]:
-        return [row_index for row_index, lease in self.leased.items() if lease.server == server]
+    def leases_of(self, server: bytes) -> dict[int, int]:
+        return self.leases.get(server, {})
 
-    def lose(self, row_indices: Iterable[int]) -> None:
+    def grant(self, server: bytes) -> int:
+        """Leases the next waiting prompt."""
+        row_index = self.waiting.popleft()
+        self.holders[row_index] = server
+        self.leases.setdefault(server, {})[row_index] = 0
+        return row_index
+
+    def lose(self, row_indices: Collection[int]) -> None:
         """Takes leases back: they are the next to be granted."""
         for row_index in row_indices:
-            del self.leased[row_index]
+            self._end_lease(row_index)
             self.waiting.appendleft(row_index)
+
+    def awaits(self, row_index: int) -> bool:
+        return 0 <= row_index < self.num_prompts and row_index not in self.finished
+
+    def finish(self, row_index: int, group: TrajectoryGroup) -> None:
+        """Takes in the result of a prompt that it awaits."""
+        if row_index in self.holders:
+            self._end_lease(row_index)
+        else:
+            self.waiting.remove(row_index)  # its lease was lost, and the result came all the same
+        self.finished[row_index] = group
+
+    def _end_lease(self, row_index: int) -> None:
+        server = self.holders.pop(row_index)
+        del self.leases[server][row_index]
+        if not self.leases[server]:
+            del self.leases[server]
 
 
 class Evaluations:
@@ -101,31 +122,25 @@ class Evaluations:
         """Whether the snapshot of the newest version must stay: it is evaluated, and nobody serves it yet."""
         return newest_version in self.live and not any(server.serves(newest_version) for server in servers)
 
-    def fair_share(self, server: ServerState, servers: Collection[ServerState]) -> int:
-        """Prompts that a server may hold at once, so that those about to serve the same version get as many."""
-        num_servers = sum(s.offered == server.version for s in servers)
-        return -(-self._num_prompts // max(1, num_servers))
+    def fair_share(self, num_servers: int) -> int:
+        """Prompts that a server may hold at once where so many serve the same version, or are about to."""
+        return -(-self._num_prompts // num_servers)
+
+    def has_work_for(self, server: ServerState) -> bool:
+        evaluation = self.of(server)
+        return evaluation is not None and bool(evaluation.waiting)
 
     def grant(self, server: ServerState) -> tuple[Evaluation, int] | None:
         """The next prompt for a server, by position in the data set; None when there is nothing for it."""
         evaluation = self.of(server)
         if evaluation is None or not evaluation.waiting:
             return None
-        row_index = evaluation.waiting.popleft()
-        evaluation.leased[row_index] = EvalLeaseRecord(server.peer)
-        return evaluation, row_index
+        return evaluation, evaluation.grant(server.peer)
 
-    def accept(self, version: int, group: TrajectoryGroup) -> bool:
-        """Takes a result in, whoever sends it: the first one wins. Returns False for one that nobody waits for."""
+    def awaits(self, version: int, row_index: int) -> bool:
+        """Whether a result is still wanted: the first one wins, whoever sends it."""
         evaluation = self.live.get(version)
-        if evaluation is None or not 0 <= group.ordinal < evaluation.num_prompts:
-            return False
-        if group.ordinal in evaluation.finished:
-            return False
-        if evaluation.leased.pop(group.ordinal, None) is None:
-            evaluation.waiting.remove(group.ordinal)  # its lease was lost, and the result came all the same
-        evaluation.finished[group.ordinal] = group
-        return True
+        return evaluation is not None and evaluation.awaits(row_index)
 
     def num_leases_of(self, server: bytes) -> int:
         return sum(len(evaluation.leases_of(server)) for evaluation in self.live.values())
@@ -134,21 +149,21 @@ class Evaluations:
         """Takes back every lease of a server that is gone. Returns how many there were."""
         lost = 0
         for evaluation in self.live.values():
-            leases = evaluation.leases_of(server)
+            leases = list(evaluation.leases_of(server))
             evaluation.lose(leases)
             lost += len(leases)
         return lost
 
     def find_missing(self, server: bytes, listed: Collection[tuple[int, int]]) -> int:
         """Takes back the leases that two heartbeats of their server in a row did not list. Returns how many."""
-        lost = 0
+        lost, known = 0, set(listed)
         for version, evaluation in self.live.items():
-            for row_index in evaluation.leases_of(server):
-                lease = evaluation.leased[row_index]
-                lease.missed_heartbeats = 0 if (version, row_index) in listed else lease.missed_heartbeats + 1
-                if lease.missed_heartbeats >= 2:
-                    evaluation.lose([row_index])
-                    lost += 1
+            leases = evaluation.leases_of(server)
+            for row_index, num_missed in leases.items():
+                leases[row_index] = 0 if (version, row_index) in known else num_missed + 1
+            missing = [row_index for row_index, num_missed in leases.items() if num_missed >= 2]
+            evaluation.lose(missing)
+            lost += len(missing)
         return lost
 
     def cut_out_of_reach(self, newest_version: int, servers: Collection[ServerState]) -> None:
@@ -173,10 +188,11 @@ class Evaluations:
         for evaluation in self._unfinished():
             evaluation.cut = reason
 
-    def take_ended(self) -> list[Evaluation]:
+    def take_ended(self, now_s: float) -> list[Evaluation]:
         """Those that are complete or cut, in the order of their versions. They are live no longer."""
         ended = [e for e in self.live.values() if e.is_complete or e.cut]
         for evaluation in ended:
+            evaluation.ended_s = now_s
             del self.live[evaluation.version]
         return ended
 

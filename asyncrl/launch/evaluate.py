@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,10 @@ from asyncrl.envs.env import Env, Rewards, SingleTurnEnv
 from asyncrl.envs.eval_report import EvalReport, evaluate, num_eval_prompts
 from asyncrl.envs.reward_checks import check_rows, resolve_rewards
 from asyncrl.errors import ConfigError, EngineError, first_cause
+from asyncrl.export import find_source
 from asyncrl.launch.model_facts import check_length
 from asyncrl.launch.preflight import check_engine, load_eval_rows, max_sequence_tokens
-from asyncrl.launch.prepare import fetch_model, fetch_reward_models
+from asyncrl.launch.prepare import fetch_model, fetch_reward_models, prompts_found
 from asyncrl.launch.resources import visible_gpus
 from asyncrl.launch.server_process import make_engine, rewards_of
 from asyncrl.rollout_server.engine import Engine
@@ -51,33 +53,42 @@ class Evaluated:
     report: EvalReport
     seconds: float
     """Of generating and scoring."""
+    num_filtered: int
+    """Rows of data.eval that a source's `filter` left out."""
+    num_too_long: int
+    """Rows whose prompt exceeds `data.max_prompt_tokens`."""
 
     def as_json(self) -> dict[str, object]:
         return {
             "model": self.model,
             "num_prompts": self.report.num_prompts,
             "num_left_out": self.report.num_left_out,
+            "num_filtered": self.num_filtered,
+            "num_too_long": self.num_too_long,
             "seconds": self.seconds,
             "metrics": self.report.metrics,
         }
 
 
 def evaluate_model(config: Config, checkpoint: Path | None = None) -> Evaluated:
-    """Evaluates the config's model, or the Hugging Face folder `checkpoint`. Raises the cause of a failure.
+    """Evaluates the config's model, or `checkpoint`: a Hugging Face folder or a run. Raises the cause of a failure.
 
     Whatever happens, the engine has ended then, and no snapshot is left.
     """
+    run_id = f"eval.{secrets.token_hex(4)}"
 
     async def run() -> Evaluated:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await _evaluate(config, checkpoint)
+        return await _evaluate(config, checkpoint, run_id)
 
     try:
         return asyncio.run(run())
     except asyncio.CancelledError:
         raise SystemExit(128 + signal.SIGTERM) from None
+    finally:
+        remove_all(config.weight_sync.dir, run_id)  # threads have ended too: nobody writes one any more
 
 
 def print_table(evaluated: Evaluated) -> None:
@@ -92,63 +103,58 @@ def print_table(evaluated: Evaluated) -> None:
     )
 
 
-async def _evaluate(config: Config, checkpoint: Path | None) -> Evaluated:
+async def _evaluate(config: Config, checkpoint: Path | None, run_id: str) -> Evaluated:
     device = "cuda" if visible_gpus(config) else "cpu"
     check_engine(config, device)
     rows = load_eval_rows(config)
     check_rows(config, resolve_rewards(config), rows)
     if await fetch_reward_models(config):
         check_rows(config, resolve_rewards(config), rows)
-    folder = _checked(checkpoint) if checkpoint is not None else await fetch_model(config.model)
+    folder = _folder_of(checkpoint) if checkpoint is not None else await fetch_model(config.model)
     check_length(folder, max_sequence_tokens(config))
     tokenizer = load_tokenizer(folder)
     dataset = tokenize(rows, config.data, tokenizer)
-    run_id = f"eval.{secrets.token_hex(4)}"
+    print(f"{prompts_found(dataset)}; model {folder}", file=sys.stderr)
+    writer = SnapshotWriter(config.weight_sync.dir, run_id)
+    # Before the engine, which takes a minute to start: weights may be missing, or the room for them.
+    manifest = await asyncio.to_thread(_write_snapshot, writer, folder, publish_dtype(config, device))
     engine = make_engine(config, str(folder), device)
     try:
         async with rewards_of(config) as rewards:
             await engine.start()
-            await _serve(engine, config, folder, device, run_id)
+            await _serve(engine, writer, manifest)
             start_s = time.monotonic()
             groups = await _run_prompts(engine, config, dataset, SingleTurnEnv(tokenizer), rewards)
             seconds = time.monotonic() - start_s
     finally:
         await engine.close()
-        remove_all(config.weight_sync.dir, run_id)
     report = evaluate([(dataset[group.ordinal].row, group) for group in groups], config)
-    return Evaluated(str(folder), report, seconds)
+    return Evaluated(str(folder), report, seconds, dataset.num_filtered, dataset.num_too_long)
 
 
-def _checked(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"--checkpoint {folder}: no config.json there; name a folder in Hugging Face format"
-        )
-    return folder.resolve()
-
-
-async def _serve(engine: Engine, config: Config, folder: Path, device: str, run_id: str) -> None:
-    """Brings the folder's weights into the engine, as every version comes."""
-    writer = SnapshotWriter(config.weight_sync.dir, run_id)
+def _folder_of(checkpoint: Path) -> Path:
     try:
-        dtype = publish_dtype(config, device)
-        manifest = await asyncio.to_thread(_write_snapshot, writer, folder, dtype)
-        staged = await ShmTransport().stage(writer.path(manifest), manifest)
-        await engine.pause()
-        await engine.apply(staged, manifest)
-        await engine.resume()
-        writer.unlink(manifest.incarnation, manifest.version)
-    finally:
-        writer.close()
+        return find_source(checkpoint).model.resolve()
+    except ConfigError as error:
+        raise ConfigError(f"--checkpoint: {error}") from None
+
+
+async def _serve(engine: Engine, writer: SnapshotWriter, manifest: Manifest) -> None:
+    """Brings the snapshot into the engine, as every version comes. Its file is needed no longer then."""
+    staged = await ShmTransport().stage(writer.path(manifest), manifest)
+    await engine.pause()
+    await engine.apply(staged, manifest)
+    await engine.resume()
+    writer.unlink(manifest.incarnation, manifest.version)
 
 
 def _write_snapshot(writer: SnapshotWriter, folder: Path, dtype: str) -> Manifest:
     """The model's parameters as transformers loads and names them, which is what a learner publishes."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    parameters = dict(model.named_parameters())
+    from asyncrl.models.weights import load_causal_lm
+
+    parameters = dict(load_causal_lm(folder, dtype=getattr(torch, dtype)).named_parameters())
     itemsize = getattr(torch, dtype).itemsize
     layout = lay_out(
         ((name, tuple(p.shape), dtype, itemsize) for name, p in parameters.items()), INCARNATION, VERSION
@@ -182,11 +188,11 @@ async def _run_prompts(
     async def watch() -> None:
         limit_s = config.timeouts.lease_s + config.timeouts.reward_s
         seen = (-1, -1)
-        while (now := (engine.statistics().num_steps, len(groups))) != seen:
+        while (now := (engine.statistics().num_steps, rewards.num_finished)) != seen:
             seen = now
             await asyncio.sleep(limit_s)
         raise EngineError(
-            f"no step of the engine and no reward for {limit_s:g} s (timeouts.lease_s + reward_s), with "
+            f"no step of the engine and no finished reward for {limit_s:g} s (timeouts.lease_s + reward_s), with "
             f"{len(groups)} of {num_prompts} prompts done"
         )
 

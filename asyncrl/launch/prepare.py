@@ -82,6 +82,13 @@ async def fetch_model(name: str, key: str = "model") -> Path:
     return Path(said)
 
 
+def prompts_found(dataset: Dataset) -> str:
+    """How many prompts there are, and what became of the other rows: for people."""
+    filtered = f", {dataset.num_filtered} filtered" if dataset.num_filtered else ""
+    too_long = f", {dataset.num_too_long} dropped as too long" if dataset.num_too_long else ""
+    return f"{len(dataset)} prompts from {dataset.source}{filtered}{too_long}"
+
+
 def message_limits(config: Config, model_path: Path) -> Limits:
     """What every process of a run holds received messages to."""
     return Limits(

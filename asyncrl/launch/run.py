@@ -25,7 +25,7 @@ from asyncrl.coordinator.mailbox import Mailbox
 from asyncrl.errors import first_cause, last_line
 from asyncrl.launch.child import ChildSpec
 from asyncrl.launch.console import show
-from asyncrl.launch.prepare import Prepared, message_limits, prepare
+from asyncrl.launch.prepare import Prepared, message_limits, prepare, prompts_found
 from asyncrl.launch.processes import Processes
 from asyncrl.launch.resources import ROLES
 from asyncrl.model_card import write_model_card
@@ -152,11 +152,10 @@ class Launch:
                 await asyncio.shield(self._processes.stop())
 
     def _introduce(self) -> None:
-        dataset = self._prepared.dataset
-        dropped = f", {dataset.num_filtered} filtered" if dataset.num_filtered else ""
-        dropped += f", {dataset.num_too_long} dropped as too long" if dataset.num_too_long else ""
         self._say(f"run {self._directory.path}")
-        self._say(f"{len(dataset)} prompts from {dataset.source}{dropped}; model {self._prepared.model_path}")
+        self._say(f"{prompts_found(self._prepared.dataset)}; model {self._prepared.model_path}")
+        if len(self._prepared.eval_dataset):
+            self._say(f"evaluation: {prompts_found(self._prepared.eval_dataset)}")
         if self._start:
             self._say(
                 f"starting {' and '.join(self._start)} (about a minute); logs in {self._directory.logs}"
@@ -192,20 +191,28 @@ class Launch:
     async def _watch(self, coordinator: Coordinator) -> None:
         """Until the run has ended and every child with it. Raises the first cause."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                name = str(self._config.run.name)
-                shown = tasks.create_task(show(coordinator.status, name, self._console))
-                watched = [
-                    tasks.create_task(self._processes.watch(child, coordinator.ending))
-                    for child in self._processes.children
-                ]
-                # A task like the others, so that the group's first exception is the first in time.
-                await tasks.create_task(coordinator.run())
-                if watched:
-                    await asyncio.wait(watched, timeout=self._config.timeouts.shutdown_s)
-                for task in [shown, *watched]:  # whoever is still there is ended by `run`
-                    task.cancel()
+            async with asyncio.TaskGroup() as display:
+                shown = display.create_task(
+                    show(coordinator.status, str(self._config.run.name), self._console)
+                )
+                try:
+                    await self._serve(coordinator)
+                finally:
+                    shown.cancel()  # after everybody's last notes
         except BaseExceptionGroup as group:
             cause = first_cause(group)
             await coordinator.stop_peers(last_line(cause))
             raise cause from None
+
+    async def _serve(self, coordinator: Coordinator) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            watched = [
+                tasks.create_task(self._processes.watch(child, coordinator.ending))
+                for child in self._processes.children
+            ]
+            # A task like the others, so that the group's first exception is the first in time.
+            await tasks.create_task(coordinator.run())
+            if watched:
+                await asyncio.wait(watched, timeout=self._config.timeouts.shutdown_s)
+            for task in watched:  # whoever is still there is ended by `run`
+                task.cancel()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config import LearnerConfig
 from asyncrl.dtypes import compute_dtype
@@ -24,6 +24,7 @@ from asyncrl.errors import LearnerError
 from asyncrl.learner.attention import ATTENTION_NAME, lay_out_groups
 from asyncrl.learner.logprobs import linear_logprobs
 from asyncrl.learner.packing import PackedMicrobatch
+from asyncrl.models.weights import load_causal_lm
 
 HEAD_CHECK_TOKENS = 8
 """Of one forward pass when the model is loaded."""
@@ -103,12 +104,10 @@ def load_policy(
     """Loads a Hugging Face folder in float32 and shards it over `mesh`.
 
     Dropout is off: the log-probs must be those of the policy that the rollout servers sample from. Raises
-    LearnerError for a model that packed groups cannot represent.
+    LearnerError for a model that packed groups cannot represent, ConfigError for one whose weights are not all there.
     """
     _check_supported(AutoConfig.from_pretrained(model_path))
-    transformer = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=torch.float32, attn_implementation=ATTENTION_NAME
-    )
+    transformer = load_causal_lm(model_path, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
     transformer.eval()
     _check_tensors(transformer)
     _check_head(transformer)

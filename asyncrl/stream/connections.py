@@ -66,8 +66,10 @@ class Connection:
     ) -> None:
         asyncio.get_running_loop().remove_reader(self._monitor_fd)
         self._readiness.close()
-        # Waits up to LINGER_MS for the last messages to leave.
-        await asyncio.to_thread(self._link.close)
+        # Here, not in the thread: one that is cancelled before it starts would leave them open, and a context
+        # with open sockets waits for ever when it is collected.
+        self._link.close()
+        await asyncio.to_thread(self._link.terminate)
 
     async def send(
         self, body: AnyMessage, groups: Sequence[TrajectoryGroup] = (), prompt_ids: Int32 | None = None
@@ -132,7 +134,7 @@ class BlockingConnection:
                     raise link.not_reached(self._connect_s)
                 self._read_events()
         except BaseException:
-            link.close()
+            self.__exit__(None, None, None)
             raise
         return self
 
@@ -141,6 +143,7 @@ class BlockingConnection:
     ) -> None:
         """Waits up to LINGER_MS for the last messages to leave."""
         self._link.close()
+        self._link.terminate()
 
     def send(
         self, body: AnyMessage, groups: Sequence[TrajectoryGroup] = (), prompt_ids: Int32 | None = None

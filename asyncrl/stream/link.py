@@ -77,9 +77,12 @@ class Link:
             self.socket.connect(endpoint)
 
     def close(self) -> None:
-        """Waits up to LINGER_MS for queued messages to leave."""
+        """Closes both sockets; queued messages still leave. Idempotent, and does not wait."""
         self.socket.close()
         self.monitor.close()
+
+    def terminate(self) -> None:
+        """After `close`: waits up to LINGER_MS for queued messages to leave."""
         self._context.term()
 
     def read_events(self) -> None:

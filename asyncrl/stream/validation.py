@@ -45,7 +45,8 @@ from asyncrl.types import (
     UInt8,
 )
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
+"""Raised with every change of the messages or of their arrays; a test holds their digest to it."""
 
 Refuse = Callable[[str, object, str], WireError]
 """(field, value, rule) -> the error that names them and the sender."""

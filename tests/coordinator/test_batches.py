@@ -15,7 +15,6 @@ from asyncrl.coordinator.batches import (
     describe_finished,
     mask_group,
     plan_batch,
-    shard_of,
 )
 from asyncrl.types import Plan, Status, Trajectory, TrajectoryGroup
 
@@ -106,8 +105,8 @@ def test_a_plan_holds_every_group_once_within_the_budget_equally_many_microbatch
     assert max(sizes) - min(sizes) <= 1
     assert plan.total_trained_tokens == sum(sum(of_group) for of_group in lengths)
     assert plan.total_trained_tokens == sum(plan.num_trained_tokens_of(i) for i in range(num_minibatches))
-    shards = [shard_of(plan, groups, rank) for rank in range(num_ranks)]
-    assert sorted(g.ordinal for shard in shards for g in shard.groups) == plan.ordinals
+    of_ranks = [plan.positions_of(rank) for rank in range(num_ranks)]
+    assert sorted(p for of_rank in of_ranks for p in of_rank) == list(range(len(groups)))
 
 
 @given(num_groups=st.integers(1, 9), num_ranks=st.integers(1, 3), num_minibatches=st.integers(1, 4))
@@ -133,7 +132,6 @@ def test_groups_are_dealt_to_mini_batches_in_turn():
     plan = plan_batch(0, groups, num_ranks=1, max_tokens=1000, num_minibatches=2)
     assert plan.minibatches == [[[[0, 2, 4]]], [[[1, 3]]]]
     assert plan.positions_of(0) == [0, 2, 4, 1, 3]
-    assert [g.ordinal for g in shard_of(plan, groups, 0).groups] == [0, 2, 4, 1, 3]
 
 
 def test_ranks_are_balanced_by_tokens_not_by_number_of_groups():

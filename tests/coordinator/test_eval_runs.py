@@ -4,295 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from memory_dataset import dataset_of
+import scripted_run
+from scripted_peers import Server, learn, make_group
+from scripted_run import DEADLINE_S, NUM_EVAL_ROWS, Run, play
 
-from asyncrl.config import Config, load_config, shared_digest
-from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.mailbox import Mailbox
+from asyncrl.config import Config
 from asyncrl.errors import PeerLost
-from asyncrl.run_directory import RunDirectory
-from asyncrl.stream.codec import Limits, Received, group_fields
-from asyncrl.stream.connections import Connection
-from asyncrl.stream.envelope import Envelope
-from asyncrl.stream.messages import (
-    Batch,
-    Bye,
-    EvalFinished,
-    EvalLease,
-    Failed,
-    GroupFinished,
-    Heartbeat,
-    Lease,
-    RankHello,
-    RankWelcome,
-    ServerHello,
-    ServerWelcome,
-    StepReport,
-    Stop,
-    VersionAnnounced,
-    VersionCommitted,
-    VersionPublished,
-    VersionRecorded,
-    VersionRefused,
-    WeightsOffer,
-)
-from asyncrl.stream.sockets import Listener
-from asyncrl.types import Status, Trajectory, TrajectoryGroup
-
-NUM_PROMPTS = 6
-DEADLINE_S = 30.0
+from asyncrl.stream.codec import Received, group_fields
+from asyncrl.stream.messages import EvalFinished, EvalLease
 
 
 def make_config(tmp_path: Path, *overrides: str) -> Config:
-    return load_config(
-        None,
-        [
-            f"run.dir={tmp_path}",
-            "run.name=test",
-            "rollout.group_size=2",
-            "learner.prompts_per_batch=2",
-            "learner.max_versions=4",
-            "max_staleness=1",
-            "timeouts.heartbeat_s=1.5",
-            "data.eval=rev4",
-            "eval.every=2",
-            *overrides,
-        ],
-    )
-
-
-def limits() -> Limits:
-    return Limits(
-        vocab_size=50,
-        group_size=2,
-        max_prompt_tokens=512,
-        max_completion_tokens=8,
-        eval_num_samples=1,
-        eval_max_completion_tokens=8,
-    )
-
-
-@dataclass
-class Run:
-    """A running coordinator, and what its scripted peers saw, in the order in which they saw it."""
-
-    config: Config
-    coordinator: Coordinator
-    address: str
-    task: asyncio.Task[None]
-    path: Path
-    log: list[tuple[Any, ...]] = field(default_factory=list)
-    logged: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    async def note(self, *entry: Any) -> None:
-        self.log.append(entry)
-        async with self.logged:
-            self.logged.notify_all()
-
-    async def until(self, *entry: Any) -> None:
-        """Waits until some peer has noted it."""
-        async with self.logged:
-            await self.logged.wait_for(lambda: entry in self.log)
-
-    def position(self, *entry: Any) -> int:
-        return self.log.index(entry)
-
-    @asynccontextmanager
-    async def connect(self, name: str) -> AsyncIterator[Connection]:
-        envelope = Envelope(name, max_message_bytes=1 << 20)
-        async with Connection(self.address, envelope, limits(), heartbeat_s=5.0, connect_s=5.0) as connection:
-            yield connection
-
-    def evaluations(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.path / "evaluations.jsonl").read_text().splitlines()]
-
-
-@asynccontextmanager
-async def running(config: Config) -> AsyncIterator[Run]:
-    directory = RunDirectory.create(config)
-    rows = [{"prompt": f"<{i}>", "answer": str(i), "data_source": "test"} for i in range(10)]
-    prompts = [np.array([i], np.int32) for i in range(10)]
-    async with Listener("127.0.0.1", 0, max_message_bytes=1 << 20, heartbeat_s=5.0) as listener:
-        known = limits()
-        known.run, known.incarnation, known.newest_version = "test.1", "abc", -1
-        mailbox = Mailbox(listener, known, max_message_bytes=1 << 20)
-        coordinator = Coordinator(
-            config,
-            dataset_of(rows, prompts),
-            mailbox,
-            directory,
-            eval_dataset=dataset_of(rows[:NUM_PROMPTS], prompts[:NUM_PROMPTS]),
-        )
-        task = asyncio.ensure_future(coordinator.run())
-        try:
-            yield Run(config, coordinator, listener.address, task, directory.path)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            directory.close()
-
-
-def group(
-    ordinal: int, prompt_ids: np.ndarray, version: int, num_samples: int, reward: float
-) -> TrajectoryGroup:
-    one = Trajectory(
-        np.ones(2, np.int32),
-        np.ones(2, np.uint8),
-        np.full(2, -0.5, np.float32),
-        np.full(2, version, np.int32),
-        reward,
-        Status.SCORED,
-        "stop",
-        text="7",
-    )
-    return TrajectoryGroup(ordinal, 0, prompt_ids, [one] * num_samples)
-
-
-class Left(Exception):
-    """A scripted server has ended."""
-
-
-@dataclass
-class Server:
-    """A scripted rollout server. It notes offers, commits, leases; `before_*` may hold it up."""
-
-    run: Run
-    name: str = "server"
-    before_commit: Callable[[int], Coroutine[Any, Any, None]] | None = None
-    before_eval: Callable[[int, int], Coroutine[Any, Any, None]] | None = None
-    refuses: int | None = None
-    """A version whose snapshot it does not find."""
-    sampled_by: Callable[[int], int] = lambda version: version
-    """What labels the tokens of an evaluation."""
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set: it fails."""
-
-    async def serve(self) -> None:
-        async with self.run.connect(self.name) as self.connection:
-            await self.connection.send(ServerHello(shared_digest(self.run.config), 4, 1 << 20))
-            assert isinstance((await self.connection.recv()).body, ServerWelcome)
-            await self.run.note(self.name, "up")
-            self.version = -1
-            self.leases: set[int] = set()
-            self.eval_leases: set[tuple[int, int]] = set()
-            try:
-                async with asyncio.TaskGroup() as self.tasks:
-                    self.tasks.create_task(self._beat())
-                    self.tasks.create_task(self._fail_when_told())
-                    self.tasks.create_task(self._take())
-            except* Left:
-                pass
-
-    async def _take(self) -> None:
-        while True:
-            received = await self.connection.recv()
-            match received.body:
-                case WeightsOffer() as offer:
-                    await self.run.note(self.name, "offer", offer.version)
-                    if offer.version == self.refuses:
-                        await self.connection.send(VersionRefused(offer.version, "its file is gone"))
-                    else:
-                        self.tasks.create_task(self._commit(offer.version))
-                case Lease() as lease:
-                    await self.run.note(self.name, "lease", lease.ordinal)
-                    assert received.prompt_ids is not None
-                    made = group(lease.ordinal, received.prompt_ids, self.version, 2, 1.0)
-                    await self.connection.send(GroupFinished(group_fields(made)), groups=[made])
-                case EvalLease() as lease:
-                    self.tasks.create_task(self._evaluate(lease, received))
-                case Stop(""):
-                    await self.connection.send(Bye())
-                    raise Left
-                case Stop(error):
-                    raise PeerLost(error)
-                case _:
-                    pass
-
-    async def _commit(self, version: int) -> None:
-        if self.before_commit is not None:
-            await self.before_commit(version)
-        self.version = version
-        await self.run.note(self.name, "commit", version)
-        await self.connection.send(VersionCommitted(version))
-
-    async def _evaluate(self, lease: EvalLease, received: Received) -> None:
-        self.eval_leases.add((lease.version, lease.row_index))
-        await self.run.note(self.name, "eval", lease.version, lease.row_index)
-        if self.before_eval is not None:
-            await self.before_eval(lease.version, lease.row_index)
-        assert received.prompt_ids is not None
-        reward = float(lease.row_index < 2 + lease.version)
-        labels = self.sampled_by(self.version)
-        made = group(lease.row_index, received.prompt_ids, labels, len(lease.seeds), reward)
-        await self.connection.send(EvalFinished(lease.version, group_fields(made)), groups=[made])
-        self.eval_leases.discard((lease.version, lease.row_index))
-
-    async def _beat(self) -> None:
-        while True:
-            await self.connection.send(Heartbeat([], len(self.run.log), "idle", sorted(self.eval_leases)))
-            await asyncio.sleep(0.3)
-
-    async def _fail_when_told(self) -> None:
-        await self.stop.wait()
-        await self.connection.send(Failed("the engine core is dead", ""))
-        raise Left
-
-
-async def learn(run: Run, before_train: Callable[[int], Coroutine[Any, Any, None]] | None = None) -> None:
-    """A scripted learner rank 0 as LearnerLoop is where versions are evaluated: it publishes the last one too."""
-    async with run.connect("learner-0") as connection:
-        waiting: list[Any] = []
-
-        async def wait_for(kind: type) -> Any:
-            for body in waiting:
-                if isinstance(body, kind):
-                    waiting.remove(body)
-                    return body
-            while True:
-                body = (await connection.recv()).body
-                if isinstance(body, kind):
-                    return body
-                if isinstance(body, Stop):
-                    raise PeerLost(body.error)
-                waiting.append(body)
-
-        async def publish(version: int) -> None:
-            await run.note("announce", version)
-            await connection.send(VersionAnnounced(version))
-            await wait_for(VersionRecorded)
-            await run.note("recorded", version)
-            await connection.send(VersionPublished(version, "/nowhere", b"{}"))
-
-        await connection.send(RankHello(shared_digest(run.config), 0, 1))
-        await wait_for(RankWelcome)
-        await publish(0)
-        for index in range(run.config.learner.max_versions):
-            if before_train is not None:
-                await before_train(index)
-            await wait_for(Batch)
-            await publish(index + 1)
-            timing = {"timing_s/wait": 0.0, "timing_s/update_actor": 0.0, "timing_s/update_weights": 0.0}
-            await connection.send(StepReport(index, timing))
-            await run.note("reported", index)
-        await wait_for(Stop)
-        await run.note("learner stops")
-        await connection.send(Bye())
-
-
-def play(scenario: Callable[[Run], Coroutine[Any, Any, None]], config: Config) -> None:
-    async def whole() -> None:
-        async with asyncio.timeout(DEADLINE_S), running(config) as run:
-            await scenario(run)
-
-    asyncio.run(whole())
+    evaluated = ["data.eval=rev4", "eval.every=2", "learner.max_versions=4", "max_staleness=1"]
+    return scripted_run.make_config(tmp_path, *evaluated, *overrides)
 
 
 def assert_pinned(run: Run) -> None:
@@ -331,8 +60,7 @@ def test_every_due_version_is_evaluated_by_its_own_tokens_and_written_down(tmp_p
         notes = [note for note in run.coordinator.status.notes if note.startswith("evaluation of version 2")]
         assert len(notes) == 1
         assert notes[0].startswith("evaluation of version 2: mean@1 0.667 (6 prompts, ")
-        metrics = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-        assert [m["training/policy_version"] for m in metrics] == [1, 2, 3, 4]
+        assert [m["training/policy_version"] for m in run.metrics()] == [1, 2, 3, 4]
 
     play(scenario, make_config(tmp_path))
 
@@ -452,7 +180,7 @@ def test_the_leases_of_a_lost_server_go_to_another_at_the_version(tmp_path: Path
             shares = [sum(entry[:3] == (name, "eval", 0) for entry in run.log) for name in ("lost", "other")]
             assert shares == [3, 3], "neither took all because it was there first"
             lost.stop.set()
-            for row_index in range(NUM_PROMPTS):  # its own, and then those of the lost server
+            for row_index in range(NUM_EVAL_ROWS):  # its own, and then those of the lost server
                 await run.until("other", "eval", 0, row_index)
             may_answer.set()
             await run.task
@@ -471,7 +199,7 @@ async def run_first_evals(run: Run, tasks: asyncio.TaskGroup) -> None:
     await run.until("other", "up")
     tasks.create_task(learn(run))
     async with run.logged:
-        await run.logged.wait_for(lambda: sum(e[1:3] == ("eval", 0) for e in run.log) == NUM_PROMPTS)
+        await run.logged.wait_for(lambda: sum(e[1:3] == ("eval", 0) for e in run.log) == NUM_EVAL_ROWS)
 
 
 async def wait(event: asyncio.Event) -> None:
@@ -639,6 +367,115 @@ def test_a_run_whose_servers_leave_during_the_last_evaluation_reports_it_cut_and
     play(scenario, make_config(tmp_path))
 
 
+async def held_for_ever(version: int, row_index: int) -> None:
+    """Of version 0 one prompt of six is answered."""
+    if version == 0 and row_index:
+        await asyncio.Event().wait()
+
+
+async def end_of(run: Run, tasks: list[asyncio.Task[Any]]) -> str:
+    """Waits for the run's end and gives its error; the peers, which are told or not, go with it."""
+    ended = (await asyncio.gather(run.task, return_exceptions=True))[0]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return type(ended).__name__
+
+
+def test_an_evaluation_in_flight_when_the_run_fails_is_written_down_as_cut_by_that(tmp_path: Path):
+    # Mutations: nothing is written (no evaluations.jsonl); it is written without what came.
+    async def scenario(run: Run) -> None:
+        server = asyncio.ensure_future(Server(run, before_eval=held_for_ever).serve())
+        learner = asyncio.ensure_future(learn(run, fail_at=1))
+        assert await end_of(run, [server, learner]) == "PeerLost"
+        (only,) = run.evaluations()
+        assert (only["version"], only["num_prompts"], only["metrics"]) == (0, 1, {})
+        assert only["cut"] == "the run failed: learner-0 failed: the gradient of layer 3 is NaN"
+        lines = (run.path / "evaluations" / "version_000000.jsonl").read_text().splitlines()
+        assert [json.loads(line)["ordinal"] for line in lines] == [0]
+        assert run.coordinator.status.counts["evaluations_cut"] == 1
+        assert "evaluation of version 0 was cut" in run.coordinator.status.notes[-1]
+
+    play(scenario, make_config(tmp_path))
+
+
+def test_an_evaluation_in_flight_when_the_run_is_ended_from_outside_is_written_down_as_cut(tmp_path: Path):
+    # Mutation: only a failure of the coordinator's own is written down: Ctrl-C and a lost child cancel it.
+    async def scenario(run: Run) -> None:
+        server = asyncio.ensure_future(Server(run, before_eval=held_for_ever).serve())
+        learner = asyncio.ensure_future(learn(run))
+        await run.until("server", "eval", 0, 5)
+        run.task.cancel()
+        assert await end_of(run, [server, learner]) == "CancelledError"
+        assert [(e["version"], e["cut"]) for e in run.evaluations()] == [(0, "the run was ended")]
+
+    play(scenario, make_config(tmp_path))
+
+
+def test_an_evaluation_whose_numbers_are_being_worked_out_when_the_run_is_ended_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Mutation: only evaluations that wait for results are cut; this one has them all.
+    working, may_end = threading.Event(), threading.Event()
+
+    def slowly(*_: Any) -> None:
+        working.set()
+        assert may_end.wait(DEADLINE_S)
+
+    monkeypatch.setattr("asyncrl.coordinator.eval_side.evaluate", slowly)
+
+    async def scenario(run: Run) -> None:
+        server = asyncio.ensure_future(Server(run).serve())
+        learner = asyncio.ensure_future(learn(run))
+        await asyncio.to_thread(working.wait, DEADLINE_S)
+        run.task.cancel()
+        await end_of(run, [server, learner])
+        first = run.evaluations()[0]
+        assert (first["version"], first["num_prompts"]) == (0, 6)
+        assert first["cut"] == "its numbers were not worked out: the run was ended"
+        may_end.set()
+
+    try:
+        play(scenario, make_config(tmp_path))
+    finally:
+        may_end.set()
+
+
+def test_a_second_result_of_a_prompt_changes_nothing_whatever_sampled_it(tmp_path: Path):
+    # Mutation: versions are compared before it is known that nobody waits for the result: the evaluation is cut.
+    class Repeats(Server):
+        async def _evaluate(self, lease: EvalLease, received: Received) -> None:
+            await super()._evaluate(lease, received)
+            if lease.version == 2:
+                assert received.prompt_ids is not None
+                again = make_group(lease.row_index, received.prompt_ids, version=1, num_samples=1)
+                await self.connection.send(EvalFinished(2, group_fields(again)), groups=[again])
+
+    async def scenario(run: Run) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Repeats(run).serve())
+            tasks.create_task(learn(run))
+            await run.task
+        assert [(e["version"], e["cut"]) for e in run.evaluations()] == [(0, ""), (2, ""), (4, "")]
+        assert run.coordinator.status.counts["eval_groups_ignored"] == NUM_EVAL_ROWS
+        assert run.coordinator.status.counts["messages_refused"] == 0
+
+    play(scenario, make_config(tmp_path))
+
+
+def test_a_run_without_servers_ends_in_time_although_an_evaluation_waits_for_one(tmp_path: Path):
+    # Mutation: an evaluation that lives counts as progress: the run waits for timeouts.eval_s first.
+    async def scenario(run: Run) -> None:
+        learner = asyncio.ensure_future(learn(run))
+        with pytest.raises(PeerLost, match="no rollout server for 1 s"):
+            await run.task
+        await asyncio.gather(learner, return_exceptions=True)
+        assert [e["version"] for e in run.evaluations()] == [0]
+
+    overrides = ["timeouts.engine_start_s=0.5", "timeouts.connect_s=0.5"]
+    play(scenario, make_config(tmp_path, *overrides))
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_evaluations_of_versions_that_follow_each_other_all_happen_in_the_synchronous_algorithm(
     tmp_path: Path, every: int
@@ -654,8 +491,7 @@ def test_evaluations_of_versions_that_follow_each_other_all_happen_in_the_synchr
         due = [v for v in range(5) if v % every == 0 or v == 4]
         assert sorted(e["version"] for e in run.evaluations()) == due
         assert [e["cut"] for e in run.evaluations()] == [""] * len(due)
-        metrics = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-        assert [m["staleness/max"] for m in metrics] == [0, 0, 0, 0]
+        assert [m["staleness/max"] for m in run.metrics()] == [0, 0, 0, 0]
 
     play(scenario, make_config(tmp_path, "max_staleness=0", f"eval.every={every}"))
 
@@ -667,11 +503,10 @@ def test_evaluations_are_not_counted_as_training(tmp_path: Path):
             tasks.create_task(Server(run).serve())
             tasks.create_task(learn(run))
             await run.task
-        metrics = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-        assert sum(m["rollout/tokens_per_s"] * m["timing_s/step"] for m in metrics) == pytest.approx(
+        assert sum(m["rollout/tokens_per_s"] * m["timing_s/step"] for m in run.metrics()) == pytest.approx(
             4 * 2 * 2 * 2, rel=0.05
         ), "4 batches of 2 groups of 2 trajectories of 2 tokens"
-        assert metrics[-1]["counts/trajectories_scored"] == 4 * 2 * 2
-        assert max(m["rollout/in_flight"] for m in metrics) <= 4
+        assert run.metrics()[-1]["counts/trajectories_scored"] == 4 * 2 * 2
+        assert max(m["rollout/in_flight"] for m in run.metrics()) <= 4
 
     play(scenario, make_config(tmp_path))

@@ -28,6 +28,14 @@ def result(row_index: int) -> TrajectoryGroup:
     return TrajectoryGroup(row_index, 0, np.ones(1, np.int32), [])
 
 
+def accept(of: Evaluations, version: int, row_index: int) -> bool:
+    """Takes a result in as EvalSide does."""
+    if not of.awaits(version, row_index):
+        return False
+    of.live[version].finish(row_index, result(row_index))
+    return True
+
+
 def grant(of: Evaluations, to: ServerState) -> int:
     granted = of.grant(to)
     assert granted is not None
@@ -62,7 +70,7 @@ def test_a_server_is_kept_until_nothing_waits_and_it_holds_nothing():
     rows = [grant(made, first), grant(made, second)]
     assert made.keeps(first)
     assert made.keeps(second)
-    made.accept(0, result(rows[0]))
+    accept(made, 0, rows[0])
     assert not made.keeps(first), "it has done its share"
     assert made.keeps(second)
     assert not made.keeps(server("late", version=0, offered=1))
@@ -105,14 +113,14 @@ def test_the_first_result_of_a_prompt_wins_and_strangers_are_ignored():
     made, of = evaluations(num_prompts=2), server()
     made.published(0, 0.0)
     row = grant(made, of)
-    assert made.accept(0, result(row))
-    assert not made.accept(0, result(row))
-    assert not made.accept(0, result(2))
-    assert not made.accept(1, result(0))
+    assert accept(made, 0, row)
+    assert not accept(made, 0, row)
+    assert not accept(made, 0, 2)
+    assert not accept(made, 1, 0)
     grant(made, of)
     made.lose_server(of.peer)
-    assert made.accept(0, result(1)), "its lease was lost, and the result came all the same"
-    assert [e.version for e in made.take_ended()] == [0]
+    assert accept(made, 0, 1), "its lease was lost, and the result came all the same"
+    assert [e.version for e in made.take_ended(0.0)] == [0]
     assert made.live == {}
 
 
@@ -122,21 +130,21 @@ def test_an_evaluation_that_nobody_can_go_on_with_is_cut_and_one_with_a_snapshot
     made.published(2, 0.0)
     made.cut_out_of_reach(2, [])
     made.cut_out_of_reach(3, [of])
-    assert made.take_ended() == []
+    assert made.take_ended(0.0) == []
     made.cut_out_of_reach(3, [server("b", version=3)])
-    ended = made.take_ended()
+    ended = made.take_ended(0.0)
     assert [e.cut for e in ended] == ["no server is at version 2, and its snapshot is gone"]
 
 
 def test_an_evaluation_past_its_deadline_is_cut_with_how_far_it_came():
     made, of = evaluations(), server()
     made.published(0, 10.0)
-    made.accept(0, result(grant(made, of)))
+    accept(made, 0, grant(made, of))
     made.live[0].began_s = 30.0
     made.cut_overdue(90.0, 60.0)
-    assert made.take_ended() == []
+    assert made.take_ended(0.0) == []
     made.cut_overdue(90.1, 60.0)
-    assert "1 of 3 prompts were done within timeouts.eval_s = 60 s" in made.take_ended()[0].cut
+    assert "1 of 3 prompts were done within timeouts.eval_s = 60 s" in made.take_ended(0.0)[0].cut
 
 
 def test_an_evaluation_that_does_not_begin_is_cut_too():
@@ -144,17 +152,17 @@ def test_an_evaluation_that_does_not_begin_is_cut_too():
     made = evaluations()
     made.published(0, 10.0)
     made.cut_overdue(70.1, 60.0)
-    assert "0 of 3 prompts" in made.take_ended()[0].cut
+    assert "0 of 3 prompts" in made.take_ended(0.0)[0].cut
 
 
 def test_a_complete_evaluation_is_never_cut():
     made, of = evaluations(num_prompts=1), server()
     made.published(0, 0.0)
-    made.accept(0, result(grant(made, of)))
+    accept(made, 0, grant(made, of))
     made.cut_overdue(1000.0, 1.0)
     made.cut_out_of_reach(5, [])
     made.cut_all("the end")
-    assert [(e.is_complete, e.cut) for e in made.take_ended()] == [(True, "")]
+    assert [(e.is_complete, e.cut) for e in made.take_ended(0.0)] == [(True, "")]
 
 
 @given(st.data())
@@ -175,11 +183,11 @@ def test_every_prompt_is_evaluated_exactly_once_whatever_is_lost(data: st.DataOb
             case "lose":
                 made.lose_server(of.peer)
             case _:
-                leased = made.live[0].leases_of(of.peer)
-                if leased and made.accept(0, result(row := data.draw(st.sampled_from(leased)))):
+                leased = list(made.live[0].leases_of(of.peer))
+                if leased and accept(made, 0, row := data.draw(st.sampled_from(leased))):
                     finished.append(row)
         evaluation = made.live[0]
-        places = [*evaluation.waiting, *evaluation.leased, *evaluation.finished]
+        places = [*evaluation.waiting, *evaluation.holders, *evaluation.finished]
         assert sorted(places) == [0, 1, 2, 3, 4]
     assert len(finished) == len(set(finished))
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripted_run import DEADLINE_S, MAX_MESSAGE_BYTES, connection, limits_of, listener
 
 from asyncrl.config import load_config
 from asyncrl.envs.env import Answer, RewardOutcome, SingleTurnEnv
 from asyncrl.rollout_server.engine import Completion, EngineStatistics, GenerationRequest
 from asyncrl.rollout_server.server import RolloutServer
 from asyncrl.rollout_server.vllm_request import sampling_params
-from asyncrl.stream.codec import Limits, Received, decode
-from asyncrl.stream.connections import Connection
+from asyncrl.stream.codec import Received, decode
 from asyncrl.stream.envelope import Envelope
 from asyncrl.stream.messages import (
     AnyMessage,
@@ -28,7 +28,6 @@ from asyncrl.stream.messages import (
     ServerWelcome,
     Stop,
 )
-from asyncrl.stream.sockets import Listener
 from asyncrl.types import SamplingSpec, Status
 from asyncrl.weight_sync.manifest import Manifest
 
@@ -94,40 +93,28 @@ class NoTransport:
         return path
 
 
-def limits() -> Limits:
-    return Limits(
-        vocab_size=50,
-        group_size=2,
-        max_prompt_tokens=8,
-        max_completion_tokens=8,
-        newest_version=3,
-        eval_num_samples=3,
-        eval_max_completion_tokens=16,
-    )
-
-
 async def exchange(engine: StandIn, leases: Sequence[AnyMessage], num_answers: int) -> list[Received]:
     """What the server sends after its Hello until it has answered; the coordinator is this function."""
     answers: list[Received] = []
-    async with Listener("127.0.0.1", 0, max_message_bytes=1 << 20, heartbeat_s=5.0) as listener:
-        envelope = Envelope("server", max_message_bytes=1 << 20)
-        ours = Envelope("coordinator", max_message_bytes=1 << 20, run="r", incarnation="i")
-        connecting = Connection(listener.address, envelope, limits(), heartbeat_s=5.0, connect_s=5.0)
-        async with asyncio.timeout(20), connecting as connection:
+    ours = Envelope("coordinator", max_message_bytes=MAX_MESSAGE_BYTES, run="r", incarnation="i")
+    limits = limits_of(CONFIG, newest_version=3)
+    async with listener() as coordinator:
+        connecting = connection(coordinator.address, "server", limits_of(CONFIG))
+        async with asyncio.timeout(DEADLINE_S), connecting as connected:
             server = RolloutServer(
-                CONFIG, engine, connection, env=SingleTurnEnv(Text()), rewards=Half(), transport=NoTransport()
+                CONFIG, engine, connected, env=SingleTurnEnv(Text()), rewards=Half(), transport=NoTransport()
             )
             running = asyncio.ensure_future(server.run())
             try:
-                peer, frames = await listener.recv()
-                assert isinstance(decode(frames, limits()).body, ServerHello)
-                await listener.send(peer, ours.seal(ServerWelcome()))
+                peer, frames = await coordinator.recv()
+                assert isinstance(decode(frames, limits).body, ServerHello)
+                await coordinator.send(peer, ours.seal(ServerWelcome()))
                 for lease in leases:
-                    await listener.send(peer, ours.seal(lease, (), np.array([4, 5], np.int32)))
+                    await coordinator.send(peer, ours.seal(lease, (), np.array([4, 5], np.int32)))
                 while sum(isinstance(a.body, EvalFinished | GroupFinished) for a in answers) < num_answers:
-                    answers.append(decode((await listener.recv())[1], limits()))
-                answers.append(decode((await listener.recv())[1], limits()))
-                await listener.send(peer, ours.seal(Stop("")))
+                    answers.append(decode((await coordinator.recv())[1], limits))
+                answers.append(decode((await coordinator.recv())[1], limits))
+                await coordinator.send(peer, ours.seal(Stop("")))
                 await running
             finally:
                 running.cancel()

@@ -340,7 +340,7 @@ T0 = "body.group.trajectories[0]"
 REFUSED: dict[str, tuple[Any, str, str]] = {
     # rule: (how to make the frames, field, value)
     "no frame": (list, "frames", "0"),
-    "wire version": (lambda: with_header(wire=2), "wire", "2"),
+    "wire version": (lambda: with_header(wire=1), "wire", "1"),
     "wire version of another schema": (lambda: with_raw("wire", "9"), "wire", "'9'"),
     "run": (lambda: with_header(run="r-2"), "run", "'r-2'"),
     "incarnation": (lambda: with_header(incarnation="i-0"), "incarnation", "'i-0'"),

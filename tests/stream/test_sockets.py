@@ -604,6 +604,40 @@ def test_closing_with_a_message_that_nobody_takes_ends() -> None:
     assert 0 < LINGER_MS <= 5_000
 
 
+def test_a_connection_whose_end_is_cancelled_leaves_no_socket_open() -> None:
+    # Mutation: close the sockets in the thread that waits for the last messages: cancelled before it starts, it
+    # leaves them open, and the context waits for ever when it is collected.
+    async def scenario() -> None:
+        async with listener() as ours:
+            may_end, connected, thread_may_go_on = asyncio.Event(), asyncio.Event(), threading.Event()
+            opened = connection(ours.address)
+
+            async def connect() -> None:
+                async with opened:
+                    connected.set()
+                    await may_end.wait()
+
+            task = asyncio.ensure_future(connect())
+            await connected.wait()
+            threads = ThreadPoolExecutor(1)
+            asyncio.get_running_loop().set_default_executor(threads)
+            threads.submit(thread_may_go_on.wait)  # the only thread is busy
+            try:
+                may_end.set()
+                await asyncio.sleep(0)  # it is on its way out
+                await asyncio.sleep(0)
+                task.cancel()
+                ended = await asyncio.gather(task, return_exceptions=True)
+                assert isinstance(ended[0], asyncio.CancelledError)
+                assert opened._link.socket.closed
+                assert opened._link.monitor.closed
+            finally:
+                thread_may_go_on.set()
+                opened._link.close()
+
+    asyncio.run(scenario())
+
+
 def test_every_option_is_set_and_not_inherited() -> None:
     # Mutation caught: any of them left out or changed (LINGER 0 shows in no other test).
     expected = {
