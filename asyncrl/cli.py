@@ -111,11 +111,10 @@ def evaluate(
     loaded = load_config(path, ["eval.every=1", *words])
     if output is not None:
         _check_output(output)
+    folder = _model_of(checkpoint) if checkpoint is not None else None
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as stdout:
-        os.dup2(
-            sys.stderr.fileno(), sys.stdout.fileno()
-        )  # engines print too, and stdout is for the JSON alone
-        result = evaluate_model(loaded, checkpoint)
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines print too; stdout is for the JSON alone
+        result = evaluate_model(loaded, folder)
         print_table(result)
         text = json.dumps(result.as_json(), indent=2) + "\n"
         if output is None:
@@ -125,6 +124,16 @@ def evaluate(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # everything has ended; vLLM taken apart object by object prints errors of its own
+
+
+def _model_of(checkpoint: Path) -> Path:
+    """The model's folder: of a run, or as it was given. Raises ConfigError."""
+    from asyncrl.export import find_source
+
+    try:
+        return find_source(checkpoint).model.resolve()
+    except ConfigError as error:
+        raise ConfigError(f"--checkpoint: {error}") from None
 
 
 def _check_output(output: Path) -> None:

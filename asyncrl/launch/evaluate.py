@@ -25,8 +25,7 @@ from asyncrl.envs.dataset import Dataset, load_tokenizer, tokenize
 from asyncrl.envs.env import Env, Rewards, SingleTurnEnv
 from asyncrl.envs.eval_report import EvalReport, evaluate, num_eval_prompts
 from asyncrl.envs.reward_checks import check_rows, resolve_rewards
-from asyncrl.errors import ConfigError, EngineError, first_cause
-from asyncrl.export import find_source
+from asyncrl.errors import EngineError, first_cause
 from asyncrl.launch.model_facts import check_length
 from asyncrl.launch.preflight import check_engine, load_eval_rows, max_sequence_tokens
 from asyncrl.launch.prepare import fetch_model, fetch_reward_models, prompts_found
@@ -70,8 +69,8 @@ class Evaluated:
         }
 
 
-def evaluate_model(config: Config, checkpoint: Path | None = None) -> Evaluated:
-    """Evaluates the config's model, or `checkpoint`: a Hugging Face folder or a run. Raises the cause of a failure.
+def evaluate_model(config: Config, folder: Path | None = None) -> Evaluated:
+    """Evaluates the model in `folder` (Hugging Face format), or the config's. Raises the cause of a failure.
 
     Whatever happens, the engine has ended then, and no snapshot is left.
     """
@@ -81,7 +80,7 @@ def evaluate_model(config: Config, checkpoint: Path | None = None) -> Evaluated:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await _evaluate(config, checkpoint, run_id)
+        return await _evaluate(config, folder, run_id)
 
     try:
         return asyncio.run(run())
@@ -103,14 +102,14 @@ def print_table(evaluated: Evaluated) -> None:
     )
 
 
-async def _evaluate(config: Config, checkpoint: Path | None, run_id: str) -> Evaluated:
+async def _evaluate(config: Config, folder: Path | None, run_id: str) -> Evaluated:
     device = "cuda" if visible_gpus(config) else "cpu"
     check_engine(config, device)
     rows = load_eval_rows(config)
     check_rows(config, resolve_rewards(config), rows)
     if await fetch_reward_models(config):
         check_rows(config, resolve_rewards(config), rows)
-    folder = _folder_of(checkpoint) if checkpoint is not None else await fetch_model(config.model)
+    folder = folder or await fetch_model(config.model)
     check_length(folder, max_sequence_tokens(config))
     tokenizer = load_tokenizer(folder)
     dataset = tokenize(rows, config.data, tokenizer)
@@ -130,13 +129,6 @@ async def _evaluate(config: Config, checkpoint: Path | None, run_id: str) -> Eva
         await engine.close()
     report = evaluate([(dataset[group.ordinal].row, group) for group in groups], config)
     return Evaluated(str(folder), report, seconds, dataset.num_filtered, dataset.num_too_long)
-
-
-def _folder_of(checkpoint: Path) -> Path:
-    try:
-        return find_source(checkpoint).model.resolve()
-    except ConfigError as error:
-        raise ConfigError(f"--checkpoint: {error}") from None
 
 
 async def _serve(engine: Engine, writer: SnapshotWriter, manifest: Manifest) -> None:

@@ -284,7 +284,7 @@ def test_a_batch_that_teaches_nothing_is_counted_and_said(
 
     async def scenario() -> None:
         async with running(make_config(tmp_path)) as run, asyncio.timeout(DEADLINE_S):
-            await asyncio.gather(serve(run), learn(run), run.task)
+            await asyncio.gather(Server(run).serve(), learn(run), run.task)
             status = run.coordinator.status
             assert status.counts["batches_equal_rewards"] == (3 if num_equal == 2 else 0)
             said = [note for note in status.notes if "learns nothing" in note]

@@ -18,6 +18,7 @@ import pytest
 from conftest import make_model
 from memory_dataset import dataset_of
 
+from asyncrl import cli
 from asyncrl.config import Config, load_config
 from asyncrl.envs.env import Answer, RewardOutcome, SingleTurnEnv
 from asyncrl.errors import ConfigError, EngineError
@@ -155,11 +156,9 @@ def test_missing_weights_end_it_before_the_engine_starts(tmp_path: Path, monkeyp
     assert list((tmp_path / "snapshots").iterdir()) == []
 
 
-def test_a_checkpoint_that_is_no_model_is_named_with_its_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_checkpoint_that_is_no_model_is_named_with_its_option(tmp_path: Path):
     with pytest.raises(ConfigError, match=rf"--checkpoint: {tmp_path}/nothing is neither a run directory"):
-        evaluate_folder(monkeypatch, tmp_path / "snapshots", tmp_path / "nothing")
+        cli.evaluate(None, ["data.eval=rev4"], tmp_path / "nothing")
 
 
 STAND_IN = """
