@@ -140,10 +140,17 @@ class RunConfig(Table):
     dir: str = "runs"
     """Parent folder."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
-    """Experiment trackers that get every number of metrics.jsonl and a table of samples."""
+    """Experiment trackers that get every number of metrics.jsonl and a table of samples: a name, or a list."""
     samples_per_version: Annotated[int, Field(ge=0)] = 8
     """Rows (prompt, completion, reward, versions) of the trackers' table, for each version; 0 is no table."""
-    project: str = "asyncrl"
-    """Project (W&B, trackio) or experiment (MLflow) of the trackers."""
+    project: Annotated[str, Field(max_length=128, pattern=r"^[^/\\#?%:]+$")] = "asyncrl"
+    """Project (W&B, trackio) or experiment (MLflow) of the trackers: up to 128 characters, none of / \\ # ? % :"""
     trajectories_per_version: Annotated[int, Field(ge=0)] | Literal["all"] = "all"
     """Trajectories written to `trajectories/version_*.jsonl` for each version."""
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value

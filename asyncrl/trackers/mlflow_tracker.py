@@ -17,7 +17,8 @@ from asyncrl.trackers.tracker import Sample, TrackedRun
 MAX_PARAMS = 100
 MAX_METRICS = 1000
 """Of one request."""
-NOT_IN_A_NAME = re.compile(r"[^\w./: -]", re.ASCII)
+MAX_NAME_CHARACTERS = 250
+NOT_IN_A_NAME = re.compile(r"[^\w./: -]")
 
 
 class MlflowTracker:
@@ -51,8 +52,15 @@ class MlflowTracker:
 
 
 def allowed_name(name: str) -> str:
-    """MLflow refuses some characters: `pass@4` becomes `pass_at_4`, other ones an underscore."""
-    return NOT_IN_A_NAME.sub("_", name.replace("@", "_at_"))
+    """A metric's name as MLflow takes it, which refuses the whole line for one that it does not.
+
+    `pass@4` becomes `pass_at_4`, other characters and empty parts of a path an underscore; the middle of a name that
+    is too long is left out.
+    """
+    plain = NOT_IN_A_NAME.sub("_", name.replace("@", "_at_"))
+    parts = ["_" if part in ("", ".", "..") else part for part in plain.split("/")]
+    whole, half = "/".join(parts), MAX_NAME_CHARACTERS // 2 - 2
+    return whole if len(whole) <= MAX_NAME_CHARACTERS else f"{whole[:half]}...{whole[-half:]}"
 
 
 def flattened(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

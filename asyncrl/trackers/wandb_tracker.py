@@ -25,7 +25,7 @@ class WandbTracker:
             )
 
     def open(self, run: TrackedRun) -> None:
-        settings = wandb.Settings(console="off", finish_timeout=run.close_s)
+        settings = wandb.Settings(console="off", init_timeout=run.close_s, finish_timeout=run.close_s)
         self._run = wandb.init(project=run.project, name=run.name, config=run.config, settings=settings)
         # Not W&B's own step, which may not go back: an evaluation ends when later versions are trained.
         self._run.define_metric("*", step_metric=STEP)

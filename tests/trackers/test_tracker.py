@@ -10,7 +10,8 @@ from typing import get_args
 import pytest
 
 from asyncrl import cli
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, load_config
+from asyncrl.errors import ConfigError
 from asyncrl.trackers import tracker
 
 NAMES = get_args(get_args(RunConfig.model_fields["trackers"].annotation)[0])
@@ -51,3 +52,15 @@ def test_importing_a_tracker_loads_neither_torch_nor_tensorflow(name: str):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("project", ["", "a/b", "a\\b", "a#b", "a:b", "x" * 129])
+def test_a_project_that_not_every_tracker_takes_is_refused_before_anything_starts(project: str):
+    # Mutation: any text -> W&B refuses it when the run has begun, and has nothing of the run.
+    with pytest.raises(ConfigError, match=r"run\.project"):
+        load_config(None, [f"run.project='{project}'"])
+
+
+def test_one_tracker_needs_no_list():
+    assert load_config(None, ["run.trackers=mlflow"]).run.trackers == ("mlflow",)
+    assert load_config(None, ["run.project=math 数学"]).run.project == "math 数学"

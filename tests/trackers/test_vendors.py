@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -18,7 +19,13 @@ import pytest
 
 METRICS = [
     {"training/policy_version": 1.0, "actor/pg_loss": -0.125, "val-core/gsm8k/reward/mean@4": 0.25},
-    {"training/policy_version": 2.0, "actor/pg_loss": 1e-9},
+    {
+        "training/policy_version": 2.0,
+        "actor/pg_loss": 1e-9,
+        "val-core/数学/reward/mean@1": 0.75,
+        "val-core/物理/reward/mean@1": 0.25,
+        "val-core//data/x.parquet/reward/mean@1": 0.5,
+    },
     {"training/policy_version": 1.0, "val-core/late/reward/mean@4": 0.5},
 ]
 """The last is of an evaluation that ended when version 2 was trained."""
@@ -147,7 +154,8 @@ def test_trackio_has_every_number_at_its_version_the_config_and_the_table(tmp_pa
 
 
 def test_mlflow_has_every_number_at_its_version_the_config_and_the_table(tmp_path: Path):
-    # Mutations: keep "@" in a name -> MLflow refuses the line; over 100 parameters in one request.
+    # Mutations: keep "@" or "//" in a name -> MLflow refuses the line; letters that are not ASCII replaced -> two
+    # sources share a name; over 100 parameters in one request.
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     track("mlflow", tmp_path, MLFLOW_TRACKING_URI=uri)
     import mlflow
@@ -158,7 +166,7 @@ def test_mlflow_has_every_number_at_its_version_the_config_and_the_table(tmp_pat
     assert run.data.params["max_staleness"] == "2"
     assert run.data.params["algorithm.correction.cap"] == "2.0"
     found = [
-        (metric.step, {name.replace("_at_", "@"): metric.value})
+        (metric.step, {name.replace("_at_", "@").replace("/_/", "//"): metric.value})
         for name in run.data.metrics
         for metric in client.get_metric_history(run.info.run_id, name)
     ]
@@ -169,3 +177,54 @@ def test_mlflow_has_every_number_at_its_version_the_config_and_the_table(tmp_pat
         head, first, second = csv.reader(file)
     assert head == ["prompt", "completion", "reward", "versions"]
     assert (first, second) == (["p|0", "t0\nend", "0.5", "0, 1"], ["p1", "t1", "", "1"])
+
+
+def test_mlflow_gets_no_name_that_is_too_long_and_keeps_both_its_ends():
+    # Mutation: cut it at its end -> mean@1 and best@4 of one source are one name.
+    pytest.importorskip("mlflow")
+    from asyncrl.trackers.mlflow_tracker import allowed_name
+
+    names = [allowed_name(f"val-core/{'x' * 300}/reward/{metric}") for metric in ("mean@1", "best@4/mean")]
+    assert [len(name) <= 250 for name in names] == [True, True]
+    assert names[0].startswith("val-core/xxx")
+    assert [name.rpartition("/reward/")[2] for name in names] == ["mean_at_1", "best_at_4/mean"]
+
+
+HANGING = """
+import asyncio
+from collections import Counter
+from pathlib import Path
+from asyncrl.config import load_config
+from asyncrl.trackers.delivery import Trackers
+from asyncrl.trackers.tracker import check_trackers
+
+config = load_config(None, ["run.name=r", "run.trackers=wandb", "timeouts.trackers_s=6"])
+check_trackers(config.run.trackers)
+
+async def train():
+    async with Trackers(config, Path("."), note=print, counts=Counter(), say=print) as trackers:
+        trackers.metrics_written({"training/policy_version": 1.0})
+
+asyncio.run(train())
+print("the run has ended", flush=True)
+"""
+
+
+def test_a_wandb_server_that_never_answers_lets_the_process_end(tmp_path: Path):
+    # Mutation: leave init_timeout to W&B, whose 90 s a process that has ended its run waits for when it exits.
+    pytest.importorskip("wandb")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+        env |= {"WANDB_API_KEY": SECRET, "WANDB_BASE_URL": url, "WANDB_SILENT": "true"}
+        done = subprocess.run(
+            [sys.executable, "-c", HANGING],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "tracker wandb" in done.stdout
+    assert done.stdout.endswith("the run has ended\n")
