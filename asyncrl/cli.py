@@ -112,7 +112,7 @@ def evaluate(
     if output is not None:
         _check_output(output)
     folder = _model_of(checkpoint) if checkpoint is not None else None
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as stdout:
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as stdout:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines print too; stdout is for the JSON alone
         result = evaluate_model(loaded, folder)
         print_table(result)
@@ -120,7 +120,7 @@ def evaluate(
         if output is None:
             stdout.write(text)
         else:
-            output.write_text(text)
+            output.write_text(text, encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # everything has ended; vLLM taken apart object by object prints errors of its own

@@ -53,7 +53,7 @@ class Figures:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """A JSONL file of a run directory; a line that is still being written is left out. Raises DataError."""
     try:
-        lines = path.read_text().splitlines(keepends=True)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
@@ -94,7 +94,7 @@ def write_model_card(run_folder: Path, folder: Path) -> None:
         read_lines(run_folder / "metrics.jsonl"),
         [line["metrics"] for line in read_lines(evaluations)] if evaluations.is_file() else [],
     )
-    (folder / CARD_NAME).write_text(render_card(config, figures))
+    (folder / CARD_NAME).write_text(render_card(config, figures), encoding="utf-8")
 
 
 def render_card(config: Config, figures: Figures) -> str:

@@ -9,6 +9,8 @@ runs/<name>/config.yaml                    the resolved config
            /logs/<role>-<rank>.log         what each process printed
            /model/                         the last version, Hugging Face format, with its model card
            /events.out.tfevents.*          for TensorBoard, where run.trackers names it
+
+Text is UTF-8, whatever the locale.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class RunDirectory:
         directory = cls(path)
         directory.logs.mkdir()
         (path / "trajectories").mkdir()
-        directory.config_file.write_text(dump_config(config))
+        directory.config_file.write_text(dump_config(config), encoding="utf-8")
         now_s = time.monotonic()
         directory.append_spans("coordinator", [Span("created", now_s, now_s, {"unix_s": time.time()})])
         return directory
@@ -111,7 +113,7 @@ class RunDirectory:
         """
         records = _trajectory_records(groups, prompts)
         target = self.path / "trajectories" / f"version_{version:06d}.jsonl"
-        target.write_text(_json_lines(records[:limit]))
+        target.write_text(_json_lines(records[:limit]), encoding="utf-8")
         for observer in self.observers:
             observer.trajectories_written(version, records)
 
@@ -128,9 +130,8 @@ class RunDirectory:
         """The completions of the evaluation of `version`; a group's ordinal is its row in data.eval."""
         folder = self.path / "evaluations"
         folder.mkdir(exist_ok=True)
-        (folder / f"version_{version:06d}.jsonl").write_text(
-            _json_lines(_trajectory_records(groups, prompts))
-        )
+        target = folder / f"version_{version:06d}.jsonl"
+        target.write_text(_json_lines(_trajectory_records(groups, prompts)), encoding="utf-8")
 
     def close(self) -> None:
         for file in self._open_files.values():
@@ -139,7 +140,7 @@ class RunDirectory:
 
     def _append(self, name: str, record: Mapping[str, object]) -> None:
         if name not in self._open_files:
-            self._open_files[name] = (self.path / name).open("a")
+            self._open_files[name] = (self.path / name).open("a", encoding="utf-8")
         file = self._open_files[name]
         file.write(json.dumps(record) + "\n")
         file.flush()

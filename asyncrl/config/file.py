@@ -98,7 +98,7 @@ def _as_plain(value: Any) -> Any:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a YAML file") from error
     except UnicodeDecodeError as error:
