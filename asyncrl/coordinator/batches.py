@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from asyncrl.coordinator.staleness import FinishedGroup, OverAge, oldest_trained_version
+from asyncrl.envs.reward_messages import is_vote
 from asyncrl.types import Plan, Status, Trajectory, TrajectoryGroup
 
 
@@ -162,7 +163,8 @@ def component_means(trajectories: list[Trajectory]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for label, value in trajectory.reward_components.items():
-            values.setdefault(label, []).append(value)
+            if not is_vote(label):
+                values.setdefault(label, []).append(value)
     return {f"reward/{label}/mean": float(np.mean(of_label)) for label, of_label in sorted(values.items())}
 
 

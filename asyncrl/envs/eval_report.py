@@ -14,14 +14,12 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.envs.eval_metrics import flat_metrics, source_metrics
 from asyncrl.envs.gsm8k import flexible_number, strict_number
+from asyncrl.envs.reward_messages import is_vote
 from asyncrl.envs.rows import source_of
 from asyncrl.types import Status, Trajectory, TrajectoryGroup
 
 UNKNOWN_SOURCE = "unknown"
 """What verl calls rows that do not say where they are from."""
-VOTE = "pred"
-"""What verl calls the answer that a reward read in a completion: maj@N counts them."""
-
 _NUMBER_IN_TEXT: dict[str, Callable[[str], Hashable]] = {
     "gsm8k_strict": strict_number,
     "gsm8k_flexible": flexible_number,
@@ -83,11 +81,11 @@ def _of_source(source: str, groups: list[TrajectoryGroup], config: Config) -> di
     variables = {
         name: [[values[name] for values in of_prompt] for of_prompt in samples]
         for name in names
-        if name != VOTE
+        if not is_vote(name)
     }
     votes: list[list[Hashable]] | None = None
-    if VOTE in common:
-        votes = [[values[VOTE] for values in of_prompt] for of_prompt in samples]
+    if answers := [name for name in names if is_vote(name)]:
+        votes = [[values[answers[0]] for values in of_prompt] for of_prompt in samples]
     elif (read := _number_reader(source, config)) is not None:
         votes = [[read(t.text) for t in group.trajectories] for group in groups]
     return source_metrics(variables, votes)
@@ -96,14 +94,15 @@ def _of_source(source: str, groups: list[TrajectoryGroup], config: Config) -> di
 def _values(trajectory: Trajectory) -> dict[str, float]:
     """`reward`, and what the rewards say besides: each reward where there are several, and their other numbers.
 
-    The numbers of a single reward go by their own keys, as verl has them: `acc`, not `<reward>/acc`.
+    The numbers of a single reward go by their own keys, as verl has them: `acc`, not `<reward>/acc`. Answers are
+    no variables, and keep their whole names.
     """
     assert trajectory.reward is not None
     components = trajectory.reward_components
     labels = [label for label in components if "/" not in label or label.rpartition("/")[0] not in components]
     if len(labels) == 1:
         return {"reward": trajectory.reward} | {
-            name.removeprefix(f"{labels[0]}/"): value
+            name if is_vote(name) else name.removeprefix(f"{labels[0]}/"): value
             for name, value in components.items()
             if name != labels[0]
         }

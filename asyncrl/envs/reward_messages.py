@@ -54,6 +54,15 @@ class WorkerReady(msgspec.Struct, frozen=True):
     """What the reward's file holds; None where it is in no file of its own."""
 
 
+VOTE = "pred"
+"""What verl's rewards call the answer that they read in a completion: maj@N counts it."""
+
+
+def is_vote(component: str) -> bool:
+    """Whether a component (`label/key`) is an answer, whose mean says nothing."""
+    return component.endswith(f"/{VOTE}")
+
+
 class RewardRequest(msgspec.Struct, frozen=True):
     """One call: completions of one prompt, and all that a reward may ask about them."""
 
@@ -77,7 +86,7 @@ class RewardValue(msgspec.Struct, frozen=True):
     """None where `error` says why, or where the reward does not apply."""
     error: str = ""
     extras: dict[str, float] = {}
-    """The other numbers of a dict with "score"."""
+    """The other numbers of a dict with "score"; an answer (VOTE) that is no number as one that stands for it."""
 
 
 class RewardReply(msgspec.Struct, frozen=True):

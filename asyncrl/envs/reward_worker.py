@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import hashlib
 import inspect
 import math
 import os
@@ -23,6 +24,7 @@ import msgspec
 
 from asyncrl.envs.reward_messages import (
     LENGTH_BYTES,
+    VOTE,
     RewardReply,
     RewardRequest,
     RewardSpec,
@@ -131,6 +133,8 @@ def read_value(value: Any) -> RewardValue:
         score = read_value(value["score"])
         extras = {str(key): _number(item) for key, item in value.items() if key != "score"}
         numbers = {key: number for key, number in extras.items() if _is_usable(number)}
+        if VOTE in value and VOTE not in numbers:
+            numbers[VOTE] = _stand_in(value[VOTE])
         if len(numbers) > MAX_EXTRAS or any(len(key) > MAX_EXTRA_KEY_CHARACTERS for key in numbers):
             return RewardValue(
                 error=f"it returned a dict with {len(numbers)} numbers beside 'score'; at most {MAX_EXTRAS}, with "
@@ -147,6 +151,11 @@ def read_value(value: Any) -> RewardValue:
     if not _is_usable(number):
         return RewardValue(error=f"it returned {value!r:.200}, more than {MAX_ABS_REWARD:g} in size")
     return RewardValue(number)
+
+
+def _stand_in(answer: Any) -> float:
+    """A whole number of 48 bits for a text, or for no answer: votes are only compared."""
+    return float(int.from_bytes(hashlib.blake2b(repr(answer).encode(), digest_size=6).digest(), "little"))
 
 
 def _number(value: Any) -> float:

@@ -194,8 +194,8 @@ def test_metrics_of_a_batch_by_hand():
 
 
 def test_each_reward_has_a_mean_over_the_trajectories_that_it_applied_to():
-    # Mutation: divided by all trajectories, as if a reward that does not apply were a 0.
+    # Mutations: divided by all trajectories, as if a reward that does not apply were a 0; a mean of answers.
     made = [trajectory([1]) for _ in range(3)]
-    made[0].reward_components = {"a": 1.0, "b": 4.0, "b/acc": 0.5}
+    made[0].reward_components = {"a": 1.0, "b": 4.0, "b/acc": 0.5, "b/pred": 72.0}
     made[1].reward_components = {"a": 3.0}
     assert component_means(made) == {"reward/a/mean": 2.0, "reward/b/acc/mean": 0.5, "reward/b/mean": 4.0}

@@ -110,6 +110,19 @@ def test_a_single_rewards_own_numbers_go_by_their_keys_and_its_pred_is_the_vote(
     assert [name for name in metrics if "pred" in name or "r.py" in name] == []
 
 
+def test_the_answer_of_one_of_several_rewards_is_the_vote():
+    # Mutations: only a single reward's answer counts; answers averaged like numbers; a reward called pred is one.
+    samples = [
+        sample(1.0, **{"r": 1.0, "r/pred": 7.0, "pred": 0.5}),
+        sample(1.0, **{"r": 1.0, "r/pred": 7.0, "pred": 0.5}),
+        sample(0.0, **{"r": 0.0, "r/pred": 8.0, "pred": 0.5}),
+    ]
+    metrics = evaluate([({}, group(0, *samples))], config("eval.num_samples=3")).metrics
+    assert metrics["val-core/unknown/reward/maj@3/mean"] > metrics["val-core/unknown/reward/mean@3"]
+    assert metrics["val-aux/unknown/pred/mean@3"] == 0.5
+    assert [name for name in metrics if "r/pred" in name] == []
+
+
 def test_several_rewards_are_reported_each():
     metrics = evaluate(
         [({}, group(0, sample(1.5, exact_match=1.0, brevity=0.5)))],

@@ -167,11 +167,23 @@ def test_what_values_are() -> None:
     assert [read_value(v).reward for v in (True, 2, np.float32(0.5), np.int64(3))] == [1.0, 2.0, 0.5, 3.0]
     # None is no error and no 0: the reward does not apply.
     assert (read_value(None).reward, read_value(None).error) == (None, "")
-    value = read_value({"score": 0.5, "acc": True, "pred": "72", "nan": float("nan"), "n": 3})
+    value = read_value({"score": 0.5, "acc": True, "text": "72", "nan": float("nan"), "n": 3})
     assert (value.reward, value.extras) == (0.5, {"acc": 1.0, "n": 3.0})
     for bad in ("1", [1.0], {}, {"acc": 1.0}, {"score": "1"}, float("nan"), float("-inf"), -1e31, object()):
         assert read_value(bad).error.startswith("it returned ")
         assert read_value(bad).reward is None
+
+
+def test_an_answer_is_a_number_or_has_one_that_stands_for_it() -> None:
+    # Mutations: left out like other texts -> no maj@N of verl's rewards; hash(), which differs between processes.
+    def pred(answer: object) -> float:
+        return read_value({"score": 1.0, "pred": answer}).extras["pred"]
+
+    assert pred(72) == 72.0
+    assert pred("\\frac{1}{2}") == 191556277053459.0
+    answers = ["72", "72.0", "x", "", None]
+    assert len({pred(answer) for answer in answers}) == len(answers)
+    assert read_value({"score": 1.0}).extras == {}
 
 
 def test_an_exception_in_a_list_fails_its_completion_alone() -> None:

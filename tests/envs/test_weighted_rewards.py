@@ -22,7 +22,7 @@ def length(completion, row):
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "raise":
         raise ValueError("no idea")
-    return {"score": float(solution_str == ground_truth), "acc": 1.0, "pred": solution_str}
+    return {"score": float(solution_str == ground_truth), "acc": 1.0, "why": solution_str}
 
 async def rank(completions, answer, **columns):
     assert answer == [answer[0]] * len(completions)
