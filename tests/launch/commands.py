@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,12 +64,27 @@ class Started:
 
     def assert_nothing_is_left(self) -> None:
         deadline = time.monotonic() + 15.0
-        while (left := self.relatives()) and time.monotonic() < deadline:
+        while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert [" ".join(process.cmdline()) for process in left] == []
+        assert left == []
+
+    def left(self) -> list[str]:
+        """Command lines of its processes, and names of shared memory: its snapshots, and what vLLM's processes
+        shared and nobody has open any more (other runs on this machine have theirs open)."""
         appeared = set(os.listdir("/dev/shm")) - self.shm_before
-        # This run's snapshots, and what vLLM's processes share; other tests may have files of their own there.
-        assert {name for name in appeared if name.startswith((f"asyncrl-{self.run.name}.", "psm_"))} == set()
+        snapshots = {name for name in appeared if name.startswith(f"asyncrl-{self.run.name}.")}
+        shared = {name for name in appeared if name.startswith("psm_")}
+        processes = [" ".join(process.cmdline()) for process in self.relatives()]
+        return processes + sorted(snapshots | (shared - mapped_names() if shared else shared))
+
+
+def mapped_names() -> set[str]:
+    """The files of /dev/shm that some process has mapped."""
+    names: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            names |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+    return names
 
 
 @contextlib.contextmanager
