@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub, by name. Torch-free."""
+"""The Hugging Face Hub: how its names look, and its models by name. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def is_hub_name(name: str) -> bool:
-    """Whether `name` has the form of a model's name on the Hub."""
-    return _NAME.fullmatch(name) is not None
+def is_hub_name(name: str, *, with_owner: bool = False) -> bool:
+    """Whether `name` has the form of a name on the Hub; `with_owner`: of `owner/name`, which old models lack."""
+    return _NAME.fullmatch(name) is not None and ("/" in name or not with_owner)
 
 
 def hub_folder(name: str, *, local_files_only: bool) -> Path | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,11 @@ import yaml
 
 from asyncrl.config import Config, SourceConfig, load_config
 from asyncrl.errors import DataError
+from asyncrl.hub import is_hub_name
 
 CARD_NAME = "README.md"
 NUM_LAST = 5
 """Versions at the end whose mean reward is shown."""
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PATH_BEGINNINGS = ("/", "~", "./", "../")
 EVALUATION_AREA = "val-core/"
 """The numbers of an evaluation that are shown: verl's name for the main ones."""
@@ -150,7 +149,7 @@ def shown_name(name: str) -> str:
 
 def _is_on_the_hub(model: str) -> bool:
     """A folder in the current one has the form of a name on the Hub, and comes before it."""
-    return HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
+    return is_hub_name(model, with_owner=True) and not Path(model).is_dir()
 
 
 def _figure_rows(figures: Figures) -> list[tuple[str, str]]:

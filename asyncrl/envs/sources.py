@@ -10,7 +10,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-import re
 import weakref
 import zlib
 from array import array
@@ -24,6 +23,7 @@ from asyncrl.config import SourceConfig
 from asyncrl.envs.tasks import TASKS
 from asyncrl.envs.user_code import did_you_mean, import_function, names_user_code
 from asyncrl.errors import ConfigError, DataError, one_line
+from asyncrl.hub import is_hub_name
 
 if TYPE_CHECKING:
     import datasets
@@ -34,7 +34,6 @@ KINDS = (
     "use JSONL or parquet files, a folder saved by `datasets`, owner/name of the Hub, module:attr, or a task: "
     + ", ".join(TASKS)
 )
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class RowTable(Protocol):
@@ -62,7 +61,7 @@ def open_source(source: SourceConfig, seed: int, max_rows: int, key: str) -> Row
         return Joined([_file(file, key) for file in files])
     if names_user_code(name):
         return generate(import_function(name, key), seed, _whole(source, key), max_rows)
-    if _HUB_NAME.fullmatch(name):
+    if is_hub_name(name, with_owner=True):
         return _named(source, key)
     raise ConfigError(
         f"{key}: {name!r} is neither a file nor a folder nor a task{did_you_mean(name, TASKS)}; {KINDS}"
