@@ -24,10 +24,9 @@ from asyncrl.dtypes import publish_dtype
 from asyncrl.envs.dataset import Dataset, load_tokenizer, tokenize
 from asyncrl.envs.env import Env, Rewards, SingleTurnEnv
 from asyncrl.envs.eval_report import EvalReport, evaluate, num_eval_prompts
-from asyncrl.envs.reward_checks import check_rows, resolve_rewards
 from asyncrl.errors import EngineError, first_cause
 from asyncrl.launch.model_facts import check_length
-from asyncrl.launch.preflight import check_engine, load_eval_rows, max_sequence_tokens
+from asyncrl.launch.preflight import check_engine, check_rewards, load_eval_rows, max_sequence_tokens
 from asyncrl.launch.prepare import fetch_model, fetch_reward_models, prompts_found
 from asyncrl.launch.resources import visible_gpus
 from asyncrl.launch.server_process import make_engine, rewards_of
@@ -106,9 +105,9 @@ async def _evaluate(config: Config, folder: Path | None, run_id: str) -> Evaluat
     device = "cuda" if visible_gpus(config) else "cpu"
     check_engine(config, device)
     rows = load_eval_rows(config)
-    check_rows(config, resolve_rewards(config), rows)
+    check_rewards(config, rows)
     if await fetch_reward_models(config):
-        check_rows(config, resolve_rewards(config), rows)
+        check_rewards(config, rows)
     folder = folder or await fetch_model(config.model)
     check_length(folder, max_sequence_tokens(config))
     tokenizer = load_tokenizer(folder)

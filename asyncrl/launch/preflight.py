@@ -8,7 +8,7 @@ here once. Torch-free.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,10 +70,9 @@ def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
     return Examined(config, placements, device, rows, eval_rows)
 
 
-def check_rewards(examined: Examined) -> None:
-    """The rewards and the rows once more, with reward models that came meanwhile. Raises ConfigError, DataError."""
-    config = examined.config
-    check_rows(config, resolve_rewards(config), [*examined.rows, *examined.eval_rows])
+def check_rewards(config: Config, rows: Iterable[SourceRows]) -> None:
+    """The rewards against `rows`; once more when reward models have come. Raises ConfigError, DataError."""
+    check_rows(config, resolve_rewards(config), rows)
 
 
 def load_eval_rows(config: Config) -> list[SourceRows]:

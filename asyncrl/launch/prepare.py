@@ -41,7 +41,7 @@ async def prepare(config: Config, start: Collection[str] = ROLES) -> Prepared:
     """
     examined = check_config(config, start)
     if "rollout-server" in start and await fetch_reward_models(config):
-        check_rewards(examined)
+        check_rewards(config, [*examined.rows, *examined.eval_rows])
     model_path = await fetch_model(config.model)
     dataset, eval_dataset = check_model(examined, model_path)
     return Prepared(config, model_path, dataset, eval_dataset, examined.placements, examined.device)
