@@ -61,20 +61,27 @@ asyncio.run(train())
 """
 
 
+def run_program(
+    program: str, *arguments: str, folder: Path, timeout_s: float, environment: dict[str, str]
+) -> str:
+    """What a program that ends well prints, with a home and a working folder of its own."""
+    own = {"HOME": str(folder), "PYTHONPATH": str(Path(__file__).parents[2]), "WANDB_API_KEY": SECRET}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=folder,
+        env=os.environ | own | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def track(name: str, folder: Path, **environment: str) -> None:
     """A run of three lines and one table with one tracker, in `folder`; no secret gets into the run directory."""
     pytest.importorskip(name)
-    root = Path(__file__).parents[2]
-    env = os.environ | {"HOME": str(folder), "PYTHONPATH": str(root), "WANDB_API_KEY": SECRET} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, name],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    run_program(PROGRAM, name, folder=folder, timeout_s=300, environment=environment)
     files = [path for path in (folder / "runs" / "r").rglob("*") if path.is_file()]
     assert files
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
@@ -215,16 +222,7 @@ def test_a_wandb_server_that_never_answers_lets_the_process_end(tmp_path: Path):
     pytest.importorskip("wandb")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        env = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-        env |= {"WANDB_API_KEY": SECRET, "WANDB_BASE_URL": url, "WANDB_SILENT": "true"}
-        done = subprocess.run(
-            [sys.executable, "-c", HANGING],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 0, done.stderr
-    assert "tracker wandb" in done.stdout
-    assert done.stdout.endswith("the run has ended\n")
+        environment = {"WANDB_BASE_URL": url, "WANDB_SILENT": "true"}
+        said = run_program(HANGING, folder=tmp_path, timeout_s=60, environment=environment)
+    assert "tracker wandb" in said
+    assert said.endswith("the run has ended\n")
