@@ -150,6 +150,8 @@ class Coordinator:
         is_needed = self._evaluations.needs_snapshot(self._learner_side.published_version, servers)
         await self._learner_side.record(now_s, snapshot_is_needed=is_needed)
         await self._learner_side.form_batches()
+        self._learner_side.write_untrainable()
+        self._server_side.check_rewards()
         await self._server_side.lease()
         await self._eval_side.lease(servers)
 

@@ -149,6 +149,12 @@ class LearnerSide:
         self._status.record_version(version, metrics)
         return version == self._config.learner.max_versions
 
+    def write_untrainable(self) -> None:
+        """Groups that were consumed without training are looked at when something goes wrong: they are kept too."""
+        groups = self._ledger.take_untrainable()
+        if groups and self._config.run.trajectories_per_version != 0:
+            self._directory.append_untrainable(groups, [self._prompt_text(group.ordinal) for group in groups])
+
     async def send_heartbeats(self) -> None:
         """A rank that waits for a batch knows by them that the coordinator works."""
         for peer in list(self.ranks.values()):

@@ -80,6 +80,7 @@ class Ledger:
         self._refusals: Counter[int] = Counter()
         self.num_untrainable_in_a_row = 0
         """Groups consumed without training since the last one that came with something to train."""
+        self._untrainable: list[TrajectoryGroup] = []
         self._next_ordinal = 0
 
     @property
@@ -137,7 +138,7 @@ class Ledger:
         self._refusals.pop(ordinal, None)
         described = describe_finished(group)
         if described.newest_trainable_version is None:
-            self._consume_untrainable(ordinal)
+            self._consume_untrainable(ordinal, group)
         else:
             self.num_untrainable_in_a_row = 0
             self._finished[ordinal] = group
@@ -191,8 +192,7 @@ class Ledger:
             over_age=self.over_age,
         )
         for ordinal in choice.consumed_untrainable:  # it had a reward, but waited past its age
-            self._take(ordinal)
-            self._consume_untrainable(ordinal)
+            self._consume_untrainable(ordinal, self._take(ordinal))
             self.num_untrainable_in_a_row = 0
         if choice.ordinals is None:
             return None
@@ -202,11 +202,18 @@ class Ledger:
             self.consumed.add(ordinal)
         return groups
 
+    def take_untrainable(self) -> list[TrajectoryGroup]:
+        """The groups consumed without training since the last call; refused ones are not among them."""
+        taken, self._untrainable = self._untrainable, []
+        return taken
+
     def _take(self, ordinal: int) -> TrajectoryGroup:
         del self._described[ordinal]
         return self._finished.pop(ordinal)
 
-    def _consume_untrainable(self, ordinal: int) -> None:
+    def _consume_untrainable(self, ordinal: int, group: TrajectoryGroup | None = None) -> None:
+        if group is not None:
+            self._untrainable.append(group)
         self.consumed.add(ordinal)
         self.counts["groups_untrainable"] += 1
         self.num_untrainable_in_a_row += 1

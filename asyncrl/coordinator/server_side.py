@@ -34,7 +34,8 @@ from asyncrl.types import Int32, Status, Trajectory, TrajectoryGroup
 
 MAX_REFUSED_IN_A_ROW = 5
 MAX_UNTRAINABLE_BATCHES = 4
-"""A run whose last groups, so many batches of them, had nothing to train is ended."""
+"""A run whose last groups, so many batches of them, had nothing to train is ended. One batch of them suffices
+while no rollout of the run has ever been scored: the reward itself is broken then."""
 
 
 class ServerSide:
@@ -160,7 +161,6 @@ class ServerSide:
             if self._ledger.refuse(ordinal, peer):
                 self._last_detail = f"refused: {refusal.error}"
                 self._status.note(f"group {ordinal} is left out: its results were refused again and again")
-                self._check_rewards()
             self._count_leases(server)
             await self.send(server, Acknowledged([(ordinal, redraw)]))  # so that its sender forgets it
         if server.num_refused >= MAX_REFUSED_IN_A_ROW:
@@ -210,7 +210,6 @@ class ServerSide:
             self.num_new_tokens += sum(len(t) for t in group.trajectories)
             for trajectory in group.trajectories:
                 self._count_rollout(trajectory)
-            self._check_rewards()
 
     def _count_rollout(self, trajectory: Trajectory) -> None:
         """Failed rewards are shown as well as counted: the 1st, the 10th, the 100th of each kind ..."""
@@ -220,15 +219,30 @@ class ServerSide:
         if trajectory.status is not Status.SCORED:
             self._last_detail = trajectory.detail
             if str(count).strip("0") == "1":
-                self._status.note(f"{trajectory.status} ({count} so far): {trajectory.detail}")
+                ends = (
+                    ""
+                    if self._has_scored
+                    else f"; none is scored yet, and {self._max_untrainable} such groups end the run"
+                )
+                self._status.note(f"{trajectory.status} ({count} so far{ends}): {trajectory.detail}")
 
-    def _check_rewards(self) -> None:
+    @property
+    def _has_scored(self) -> bool:
+        return self._status.counts[f"trajectories_{Status.SCORED}"] > 0
+
+    @property
+    def _max_untrainable(self) -> int:
+        """Groups in a row without anything to train that end the run."""
+        num_batches = MAX_UNTRAINABLE_BATCHES if self._has_scored else 1
+        return num_batches * self._config.learner.prompts_per_batch
+
+    def check_rewards(self) -> None:
         """Raises RewardError when nothing can be trained any more, instead of drawing prompts for ever."""
-        limit = MAX_UNTRAINABLE_BATCHES * self._config.learner.prompts_per_batch
-        if self._ledger.num_untrainable_in_a_row >= limit:
+        num_groups = self._ledger.num_untrainable_in_a_row
+        if num_groups >= self._max_untrainable:
             raise RewardError(
-                f"{limit} groups in a row have no token to train; the last rollout without a reward says: "
-                f"{self._last_detail or 'nothing'}"
+                f"{num_groups} groups in a row have no token to train (trajectories/untrainable.jsonl has them); the "
+                f"last rollout without a reward says: {self._last_detail or 'nothing'}"
             )
 
     def _find_missing_leases(self, server: ServerState, heartbeat: Heartbeat) -> None:

@@ -12,10 +12,13 @@ import contextlib
 import ctypes
 import hashlib
 import inspect
+import itertools
 import math
 import os
 import signal
 import sys
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -79,7 +82,7 @@ def _serve(reward: Reward, frames_in: BinaryIO, frames_out: BinaryIO) -> None:
                 result = asyncio.run(_outcome_of(result))
             reply = reply_of(reward, request, result)
         except BaseException as error:  # whatever it raises, the next call is served
-            reply = RewardReply(request.number, error=one_line(error))
+            reply = RewardReply(request.number, error=describe_failure(error))
         _send(frames_out, reply)
 
 
@@ -100,7 +103,8 @@ async def _serve_async(reward: Reward, frames_in: BinaryIO, frames_out: BinaryIO
                 reply = reply_of(reward, request, await reward.call(request))
         except BaseException as error:  # a CancelledError of its own among them
             timed_out = isinstance(error, TimeoutError) and deadline.expired()
-            reply = RewardReply(request.number, error=one_line(error), timed_out=timed_out)
+            said = one_line(error) if timed_out else describe_failure(error)
+            reply = RewardReply(request.number, error=said, timed_out=timed_out)
         _send(frames_out, reply)
 
     async with asyncio.TaskGroup() as calls:
@@ -108,6 +112,30 @@ async def _serve_async(reward: Reward, frames_in: BinaryIO, frames_out: BinaryIO
             header += await reader.readexactly(LENGTH_BYTES - 1)
             body = await reader.readexactly(int.from_bytes(header, "little"))
             calls.create_task(answer(_decoder.decode(body)))
+
+
+_num_failures = itertools.count(1)
+
+
+def describe_failure(error: BaseException) -> str:
+    """`KeyError: 'answer' (my_rewards.py, line 3)`: the innermost line of the user's own.
+
+    The whole traceback of the 1st, the 10th, the 100th ... failure goes to stderr, which is the server's log.
+    """
+    if str(next(_num_failures)).strip("0") == "1":
+        traceback.print_exception(error)
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return one_line(error) + where
+
+
+def _is_users(filename: str) -> bool:
+    """Neither asyncrl's, nor an installed package's, nor Python's own."""
+    library = (
+        str(Path(__file__).parent.parent),
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib")),
+    )
+    return os.path.isabs(filename) and not filename.startswith(library)
 
 
 def reply_of(reward: Reward, request: RewardRequest, result: Any) -> RewardReply:

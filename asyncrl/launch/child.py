@@ -83,15 +83,18 @@ def main() -> None:
     raise_on_sigterm()
     try:
         run(spec)
-        # Everything is closed, and taking torch and vLLM apart object by object would take seconds.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        code = 0
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         traceback.print_exc()
-        sys.exit(f"asyncrl {spec.role} {spec.rank}: {one_line(error)}")
+        print(f"asyncrl {spec.role} {spec.rank}: {one_line(error)}", file=sys.stderr)
+        code = 1
+    # Everything is closed. Taking torch and vLLM apart object by object would take seconds, and vLLM would have
+    # the last word in the log.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

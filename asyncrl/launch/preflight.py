@@ -26,6 +26,7 @@ from asyncrl.stream.sizes import (
     max_group_bytes,
     max_shard_bytes,
 )
+from asyncrl.stream.sockets import check_can_bind
 from asyncrl.trackers.tracker import check_trackers
 from asyncrl.weight_sync.manifest import ITEMSIZES, lay_out
 from asyncrl.weight_sync.snapshot import bytes_free
@@ -59,6 +60,7 @@ def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
     device = "cuda" if gpus else "cpu"
     placements = place_processes(config, cores=available_cores(), gpus=gpus, start=start)
     check_engine(config, device)
+    check_can_bind(config.stream.bind, config.stream.port)
     _check_messages(config)
     _check_folders(config)
     check_trackers(config.run.trackers)

@@ -67,6 +67,28 @@ def set_options(socket: zmq.Socket[bytes], is_ipv6: bool, max_message_bytes: int
     socket.setsockopt(zmq.HANDSHAKE_IVL, heartbeat_ms)
 
 
+def check_can_bind(bind: str, port: int) -> None:
+    """Raises ConfigError when a Listener could not be bound there now. Port 0 is any free one."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.IPV6, int(":" in bind))
+        _bind(socket, bind, port)
+
+
+def _bind(socket: zmq.Socket[bytes], bind: str, port: int) -> None:
+    try:
+        socket.bind(f"tcp://{join_address(bind, port or '*')}")
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise ConfigError(
+                f"stream.port: {port} is in use on {bind}; stop the process that has it, or set another port, or 0 "
+                "for a free one"
+            ) from None
+        raise ConfigError(
+            f"stream.bind: {bind!r} with stream.port {port} cannot be bound: {error.strerror}; use an address of "
+            "this machine (127.0.0.1 or ::1)"
+        ) from None
+
+
 class Listener:
     """The ROUTER of the coordinator: `async with Listener(...) as listener`.
 
@@ -97,10 +119,10 @@ class Listener:
         # may not know to be dead yet. Without it the new one would be ignored, and the peer wait for ever.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
-            self._socket.bind(f"tcp://{join_address(self._bind, self._port or '*')}")
-        except zmq.ZMQError as error:
+            _bind(self._socket, self._bind, self._port)
+        except ConfigError:
             self._context.destroy(linger=0)
-            raise self._cannot_bind(error) from None
+            raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         self._readiness = Readiness(self._socket)
         return self
@@ -142,14 +164,3 @@ class Listener:
             raise PeerLost(f"peer {peer!r} is not connected any more") from None
         finally:
             self._readiness.wake()
-
-    def _cannot_bind(self, error: zmq.ZMQError) -> ConfigError:
-        if error.errno == zmq.EADDRINUSE:
-            return ConfigError(
-                f"stream.port {self._port} is in use on {self._bind}; stop the process that has it, "
-                "or set another port, or 0 for a free one"
-            )
-        return ConfigError(
-            f"stream.bind {self._bind!r} with stream.port {self._port} cannot be bound: {error.strerror}; "
-            "use an address of this machine (127.0.0.1 or ::1)"
-        )

@@ -99,4 +99,4 @@ def assert_equal(case: Golden, name: str, found: Tensor, expected: Tensor) -> No
 
 
 class LeftOut(Exception):
-    """A recorded case that asyncrl does not reproduce on purpose; the message is the reason, as in docs/algorithms.md."""
+    """A recorded case that asyncrl does not reproduce on purpose; the message is the reason."""

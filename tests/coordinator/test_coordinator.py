@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -303,10 +304,37 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(tmp_path: Path)
             server = asyncio.ensure_future(Server(run, reward=lambda ordinal: None).serve())
             learner = asyncio.ensure_future(learn(run))
             with pytest.raises(
-                RewardError, match=r"8 groups in a row have no token to train.*KeyError: 'answer'"
+                RewardError, match=r"2 groups in a row have no token to train.*KeyError: 'answer'"
             ):
                 await run.task
             await asyncio.gather(server, learner, return_exceptions=True)
-            assert any("KeyError: 'answer'" in note for note in run.coordinator.status.notes)
+            assert any(
+                "none is scored yet, and 2 such groups end the run" in note and "KeyError: 'answer'" in note
+                for note in run.coordinator.status.notes
+            )
+            kept = (run.path / "trajectories" / "untrainable.jsonl").read_text().splitlines()
+            assert [(r["ordinal"], r["sample"]) for r in map(json.loads, kept)][:4] == [
+                (0, 0),
+                (0, 1),
+                (1, 0),
+                (1, 1),
+            ]
+            assert all("KeyError: 'answer'" in json.loads(line)["detail"] for line in kept)
+
+    asyncio.run(scenario())
+
+
+def test_a_reward_that_has_worked_may_fail_for_four_batches(tmp_path: Path):
+    # Mutation: the limit of a reward that never worked, one batch of 2 groups, for one that has.
+    async def scenario() -> None:
+        config = make_config(tmp_path, "learner.max_versions=6", "max_staleness=8")
+        async with running(config) as run, asyncio.timeout(DEADLINE_S):
+            reward = lambda ordinal: 1.0 if ordinal in (0, 1, 9, 10) else None  # noqa: E731
+            server = asyncio.ensure_future(Server(run, reward=reward).serve())
+            learner = asyncio.ensure_future(learn(run))
+            with pytest.raises(RewardError, match="8 groups in a row have no token to train"):
+                await run.task
+            await asyncio.gather(server, learner, return_exceptions=True)
+            assert len(run.metrics()) == 2
 
     asyncio.run(scenario())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,20 @@ def test_check_and_a_run_refuse_the_same_things_in_the_same_words(
     assert str(checked.value) == str(prepared.value)
     for part in says:
         assert part in str(checked.value)
+
+
+def test_a_port_in_use_is_refused_before_the_run_directory_is_made(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Mutation: the port first tried when the coordinator listens -> the run directory is there, and refuses the retry.
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = config_of(model, f"stream.port={taken.getsockname()[1]}", "run.name=retried")
+        for refuse in (check, lambda config: run_prepare(config, monkeypatch)):
+            with pytest.raises(ConfigError, match=r"stream\.port: \d+ is in use on 127\.0\.0\.1"):
+                refuse(config)
+    assert run_prepare(config, monkeypatch).device == "cpu"
 
 
 def test_a_model_without_a_chat_template_is_named_before_anything_starts(

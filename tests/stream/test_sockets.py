@@ -202,7 +202,7 @@ def test_a_busy_port_is_named_with_its_key() -> None:
     async def run() -> None:
         async with listener() as first:
             port = parse_address(first.address)[1]
-            with pytest.raises(ConfigError, match=rf"stream\.port {port} is in use on 127\.0\.0\.1"):
+            with pytest.raises(ConfigError, match=rf"stream\.port: {port} is in use on 127\.0\.0\.1"):
                 async with listener(port=port):
                     pass
         async with listener(port=port) as again:  # the failed one left nothing behind
@@ -216,7 +216,7 @@ def test_an_address_of_another_machine_cannot_be_bound() -> None:
         async with listener("192.0.2.1"):
             pass
 
-    with pytest.raises(ConfigError, match=r"stream\.bind '192\.0\.2\.1'"):
+    with pytest.raises(ConfigError, match=r"stream\.bind: '192\.0\.2\.1'"):
         asyncio.run(run())
 
 
