@@ -106,14 +106,14 @@ def evaluate(
 
     from asyncrl.launch.evaluate import evaluate_model, print_table
 
-    path, words = split_arguments(config, overrides)
-    # So that data.eval must be there; how often is not read.
-    loaded = load_config(path, ["eval.every=1", *words])
+    loaded = load_config(*split_arguments(config, overrides))
     if output is not None:
         _check_output(output)
     folder = _model_of(checkpoint) if checkpoint is not None else None
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as stdout:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines print too; stdout is for the JSON alone
+        os.dup2(
+            sys.stderr.fileno(), sys.stdout.fileno()
+        )  # user code prints too; stdout is for the JSON alone
         result = evaluate_model(loaded, folder)
         print_table(result)
         text = json.dumps(result.as_json(), indent=2) + "\n"

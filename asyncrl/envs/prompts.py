@@ -36,10 +36,13 @@ class PromptEncoder:
                 )
             return prompt
         if self._tokenizer.chat_template is None:
+            if isinstance(row[self._data.prompt_key], str):
+                what, otherwise = "data.as_chat makes the prompt a message", "leave data.as_chat out"
+            else:
+                what, otherwise = "the prompt is a list of messages", "make the prompts strings"
             raise DataError(
-                f"{where}: the prompt is a list of messages, but the tokenizer of "
-                f"{self._tokenizer.name_or_path!r} has no chat template; use a model that has one (instruct "
-                "models do), add a chat_template.jinja to its folder, or make the prompts strings"
+                f"{where}: {what}, but the tokenizer of {self._tokenizer.name_or_path!r} has no chat template; use a "
+                f"model that has one (instruct models do), add a chat_template.jinja to its folder, or {otherwise}"
             )
         try:
             text = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)

@@ -1,7 +1,8 @@
 """`asyncrl eval CONFIG [--checkpoint FOLDER]`: a model's numbers on data.eval. One engine, no learner.
 
 Rollouts, rewards and numbers are those of the evaluations of a run; the model reaches the engine the same way,
-as a snapshot, here of a Hugging Face folder.
+as a snapshot, here of a Hugging Face folder. What the engine and the rewards print goes to a log, which a failure
+keeps: stdout is for the numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import secrets
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,8 @@ from asyncrl.dtypes import publish_dtype
 from asyncrl.envs.dataset import Dataset, load_tokenizer, tokenize
 from asyncrl.envs.env import Env, Rewards, SingleTurnEnv
 from asyncrl.envs.eval_report import EvalReport, evaluate, num_eval_prompts
-from asyncrl.errors import EngineError, first_cause
+from asyncrl.errors import ConfigError, EngineError, first_cause
+from asyncrl.launch.logs import output_to, shown_end
 from asyncrl.launch.model_facts import check_length
 from asyncrl.launch.preflight import check_engine, check_rewards, load_eval_rows, max_sequence_tokens
 from asyncrl.launch.prepare import fetch_model, fetch_reward_models, prompts_found
@@ -73,20 +76,34 @@ def evaluate_model(config: Config, folder: Path | None = None) -> Evaluated:
 
     Whatever happens, the engine has ended then, and no snapshot is left.
     """
+    if not config.data.eval:
+        raise ConfigError(
+            "data.eval: names nothing to evaluate; name a data set there: data.eval=my_test.jsonl"
+        )
     run_id = f"eval.{secrets.token_hex(4)}"
+    log = Path(tempfile.gettempdir()) / f"asyncrl-{run_id}.log"
 
     async def run() -> Evaluated:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await _evaluate(config, folder, run_id)
+        prepared = await _prepare(config, folder)
+        _say(f"starting the engine (about a minute); its log is {log}")
+        with output_to(log):
+            return await _evaluate(config, prepared, run_id)
 
+    log_is_read = False
     try:
         return asyncio.run(run())
     except asyncio.CancelledError:
         raise SystemExit(128 + signal.SIGTERM) from None
+    except EngineError as error:
+        log_is_read = True
+        raise EngineError(f"{shown_end(log)}\n{error}") from error
     finally:
         remove_all(config.weight_sync.dir, run_id)  # threads have ended too: nobody writes one any more
+        if not log_is_read:
+            log.unlink(missing_ok=True)
 
 
 def print_table(evaluated: Evaluated) -> None:
@@ -101,7 +118,18 @@ def print_table(evaluated: Evaluated) -> None:
     )
 
 
-async def _evaluate(config: Config, folder: Path | None, run_id: str) -> Evaluated:
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is evaluated, before an engine is started."""
+
+    folder: Path
+    dataset: Dataset
+    device: str
+    """cpu | cuda"""
+
+
+async def _prepare(config: Config, folder: Path | None) -> _Prepared:
+    """Everything that can be wrong without an engine. Raises ConfigError or DataError."""
     device = "cuda" if visible_gpus(config) else "cpu"
     check_engine(config, device)
     rows = load_eval_rows(config)
@@ -110,9 +138,14 @@ async def _evaluate(config: Config, folder: Path | None, run_id: str) -> Evaluat
         check_rewards(config, rows)
     folder = folder or await fetch_model(config.model)
     check_length(folder, max_sequence_tokens(config))
-    tokenizer = load_tokenizer(folder)
-    dataset = tokenize(rows, config.data, tokenizer)
-    print(f"{prompts_found(dataset)}; model {folder}", file=sys.stderr)
+    dataset = tokenize(rows, config.data, load_tokenizer(folder))
+    _say(f"{prompts_found(dataset, num_eval_prompts(len(dataset), config))}; model {folder}")
+    return _Prepared(folder, dataset, device)
+
+
+async def _evaluate(config: Config, prepared: _Prepared, run_id: str) -> Evaluated:
+    folder, dataset, device = prepared.folder, prepared.dataset, prepared.device
+    env = SingleTurnEnv(load_tokenizer(folder))
     writer = SnapshotWriter(config.weight_sync.dir, run_id)
     # Before the engine, which takes a minute to start: weights may be missing, or the room for them.
     manifest = await asyncio.to_thread(_write_snapshot, writer, folder, publish_dtype(config, device))
@@ -122,12 +155,17 @@ async def _evaluate(config: Config, folder: Path | None, run_id: str) -> Evaluat
             await engine.start()
             await _serve(engine, writer, manifest)
             start_s = time.monotonic()
-            groups = await _run_prompts(engine, config, dataset, SingleTurnEnv(tokenizer), rewards)
+            groups = await _run_prompts(engine, config, dataset, env, rewards)
             seconds = time.monotonic() - start_s
     finally:
         await engine.close()
     report = evaluate([(dataset[group.ordinal].row, group) for group in groups], config)
     return Evaluated(str(folder), report, seconds, dataset.num_filtered, dataset.num_too_long)
+
+
+def _say(text: str) -> None:
+    """To stderr: stdout is the JSON's."""
+    print(text, file=sys.stderr, flush=True)
 
 
 async def _serve(engine: Engine, writer: SnapshotWriter, manifest: Manifest) -> None:

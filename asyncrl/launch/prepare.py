@@ -82,11 +82,12 @@ async def fetch_model(name: str, key: str = "model") -> Path:
     return Path(said)
 
 
-def prompts_found(dataset: Dataset) -> str:
-    """How many prompts there are, and what became of the other rows: for people."""
+def prompts_found(dataset: Dataset, num_used: int | None = None) -> str:
+    """How many prompts there are, how many of them are used, and what became of the other rows: for people."""
     filtered = f", {dataset.num_filtered} filtered" if dataset.num_filtered else ""
     too_long = f", {dataset.num_too_long} dropped as too long" if dataset.num_too_long else ""
-    return f"{len(dataset)} prompts from {dataset.source}{filtered}{too_long}"
+    used = f"the first {num_used} of " if num_used is not None and num_used < len(dataset) else ""
+    return f"{used}{len(dataset)} prompts from {dataset.source}{filtered}{too_long}"
 
 
 def message_limits(config: Config, model_path: Path) -> Limits:

@@ -15,9 +15,9 @@ import psutil
 
 from asyncrl.errors import PeerLost
 from asyncrl.launch.child import ChildSpec
+from asyncrl.launch.logs import shown_end
 from asyncrl.launch.resources import Placement
 
-LOG_LINES_SHOWN = 20
 TRACKER_TIMEOUT_S = 5.0
 """A resource tracker that still runs so long after its processes is killed."""
 
@@ -62,10 +62,9 @@ class Processes:
         if code == 0 and ending.is_set():
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        lines = child.log_file.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-        shown = "\n".join(f"  | {line}" for line in lines)
+        lines = child.log_file.read_text(errors="replace").splitlines()
         last_words = next((line for line in reversed(lines) if line.startswith("asyncrl ")), "")
-        raise PeerLost(f"{child.log_file} ends with:\n{shown}\n{child.name} {how}. {last_words}".rstrip())
+        raise PeerLost(f"{shown_end(child.log_file)}\n{child.name} {how}. {last_words}".rstrip())
 
     async def stop(self) -> None:
         """Asks every child to end, kills what is left after the deadline, children of children included."""

@@ -22,6 +22,7 @@ from rich.console import Console
 from asyncrl.config import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
+from asyncrl.envs.eval_report import num_eval_prompts
 from asyncrl.errors import first_cause, last_line
 from asyncrl.launch.child import ChildSpec
 from asyncrl.launch.console import show
@@ -155,7 +156,9 @@ class Launch:
         self._say(f"run {self._directory.path}")
         self._say(f"{prompts_found(self._prepared.dataset)}; model {self._prepared.model_path}")
         if len(self._prepared.eval_dataset):
-            self._say(f"evaluation: {prompts_found(self._prepared.eval_dataset)}")
+            dataset = self._prepared.eval_dataset
+            num_used = num_eval_prompts(len(dataset), self._config)
+            self._say(f"evaluation: {prompts_found(dataset, num_used)}")
         if self._start:
             self._say(
                 f"starting {' and '.join(self._start)} (about a minute); logs in {self._directory.logs}"

@@ -103,6 +103,11 @@ def test_a_model_without_a_chat_template_is_named_before_anything_starts(
             assert part in str(caught.value)
     rows.write_text('{"prompt": "ab", "answer": "x"}\n')
     assert len(run_prepare(config, monkeypatch).dataset) == 1
+    # Mutation: one advice for both -> told to make strings of what are strings.
+    with pytest.raises(
+        DataError, match=r"data\.as_chat makes the prompt a message.* or leave data\.as_chat out$"
+    ):
+        check(config_of(model, f"data.train={rows}", "data.as_chat=true"))
 
 
 def test_snapshots_that_do_not_fit_are_refused_to_the_byte(model: Path, monkeypatch: pytest.MonkeyPatch):

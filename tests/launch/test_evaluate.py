@@ -156,6 +156,40 @@ def test_missing_weights_end_it_before_the_engine_starts(tmp_path: Path, monkeyp
     assert list((tmp_path / "snapshots").iterdir()) == []
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_the_engine_prints_is_shown_when_it_fails_and_not_otherwise(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    # Mutations: the engine's output straight to the terminal; its log removed though the error names it.
+    async def evaluated(*arguments: Any) -> str:
+        os.system("echo last words; echo an error >&2")  # noqa: ASYNC221
+        if fails:
+            raise EngineError("it died")
+        return "the numbers"
+
+    make_model(tmp_path / "model", tied=True)
+    monkeypatch.setattr(evaluate.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(evaluate, "_evaluate", evaluated)
+    if fails:
+        with pytest.raises(EngineError) as caught:
+            evaluate_folder(monkeypatch, tmp_path / "snapshots", tmp_path / "model")
+        (log,) = tmp_path.glob("asyncrl-eval.*.log")
+        assert str(caught.value) == f"{log} ends with:\n  | last words\n  | an error\nit died"
+    else:
+        found: Any = evaluate_folder(monkeypatch, tmp_path / "snapshots", tmp_path / "model")
+        assert found == "the numbers"
+        assert list(tmp_path.glob("asyncrl-eval.*.log")) == []
+    said = capfd.readouterr()
+    assert "last words" not in said.out + said.err
+    assert "starting the engine (about a minute)" in said.err
+
+
+def test_nothing_to_evaluate_is_said_with_its_own_key():
+    # Mutation: ask for eval.every, which nobody set and nothing here reads.
+    with pytest.raises(ConfigError, match=r"^data\.eval: names nothing to evaluate"):
+        evaluate.evaluate_model(load_config(None, []))
+
+
 def test_a_checkpoint_that_is_no_model_is_named_with_its_option(tmp_path: Path):
     with pytest.raises(ConfigError, match=rf"--checkpoint: {tmp_path}/nothing is neither a run directory"):
         cli.evaluate(None, ["data.eval=rev4"], tmp_path / "nothing")
