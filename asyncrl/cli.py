@@ -202,7 +202,11 @@ def export(
     """Write a trained model, its tokenizer and a model card in Hugging Face format."""
     from asyncrl.export import export_folder
 
-    print(f"exported {export_folder(source, out, dtype)} tensors to {out}")
+    tensors = export_folder(source, out, dtype)
+    dtypes = " and ".join(sorted({tensor.dtype for tensor in tensors}))
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    print(f"exported {len(tensors)} tensors, {num_bytes / 1e6:.1f} MB of {dtypes}, to {out}")
+    print(f"its card is {out / 'README.md'}; transformers' from_pretrained and `vllm serve {out}` load it")
 
 
 @app.command()

@@ -70,8 +70,8 @@ class StoredTensor:
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
-def export_folder(source: Path, out: Path, dtype: str | None = None) -> int:
-    """Writes the model of `source` to the new folder `out`; returns the number of tensors.
+def export_folder(source: Path, out: Path, dtype: str | None = None) -> list[StoredTensor]:
+    """Writes the model of `source` to the new folder `out`; returns what was written.
 
     `dtype`: bfloat16 or float32; None keeps what is stored. `out` appears at once, complete. Raises ConfigError
     for a source without a model, an `out` that exists, and a dtype that is neither.
@@ -89,14 +89,14 @@ def export_folder(source: Path, out: Path, dtype: str | None = None) -> int:
     except OSError as error:
         raise ConfigError(f"{out} cannot be made ({error.strerror}); export to another folder") from error
     try:
-        _write_weights(tensors, partial, dtype)
+        written = _write_weights(tensors, partial, dtype)
         _write_config(found.model, partial, dtype)
         copy_companions(found.model, partial)
         _write_card(found, partial)
         os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return len(tensors)
+    return written
 
 
 def find_source(path: Path) -> ExportSource:
@@ -160,8 +160,8 @@ def _why_no_model(run: Path) -> str:
     return f"it did not end, it has {version} of {config.learner.max_versions} versions; look into {run / 'logs'}"
 
 
-def _write_weights(tensors: list[StoredTensor], folder: Path, dtype: str | None) -> None:
-    """One file, or several with an index, named as transformers names them."""
+def _write_weights(tensors: list[StoredTensor], folder: Path, dtype: str | None) -> list[StoredTensor]:
+    """One file, or several with an index, named as transformers names them. Returns them as written."""
     cast = {
         tensor.name: replace(tensor, dtype=CAST_TO[dtype])
         if dtype is not None and tensor.dtype in FLOATS
@@ -179,6 +179,7 @@ def _write_weights(tensors: list[StoredTensor], folder: Path, dtype: str | None)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return list(cast.values())
 
 
 def write_safetensors(

@@ -94,7 +94,9 @@ def test_a_float32_run_is_exported_bit_by_bit_with_its_companions_and_card(tmp_p
 def test_bfloat16_is_the_rounded_float32_and_the_config_says_so(tmp_path: Path):
     # Mutations: cut the mantissa instead of rounding to even; leave float32 in config.json.
     model = write_model(tmp_path / "model")
-    export_folder(model, tmp_path / "out", "bfloat16")
+    written = export_folder(model, tmp_path / "out", "bfloat16")
+    assert {tensor.dtype for tensor in written} == {"BF16"}
+    assert sum(tensor.num_bytes for tensor in written) == sum(2 * t.numel() for t in stored(model).values())
     assert_same(stored(tmp_path / "out"), {k: t.to(torch.bfloat16) for k, t in stored(model).items()})
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert reloaded.dtype == torch.bfloat16

@@ -57,11 +57,16 @@ def line(metrics: dict[str, float], max_versions: int) -> str:
     """One version in one line of fixed order."""
     m = metrics
     return (
-        f"version {m['training/policy_version']:4.0f}/{max_versions}  reward {m['critic/score/mean']:.3f}  "
+        f"version {m['training/policy_version']:4.0f}/{max_versions}  reward {short(m['critic/score/mean'])}  "
         f"loss {m.get('actor/pg_loss', 0.0):+.4f}  staleness {m['staleness/mean']:.2f} max "
         f"{m['staleness/max']:.0f}  {m['rollout/tokens_per_s']:.0f} tok/s  step {m['timing_s/step']:.2f} s  "
         f"{who_waits(m)}"
     )
+
+
+def short(reward: float) -> str:
+    """Three decimals; of a reward too small for them, two digits."""
+    return f"{reward:.3f}" if reward == 0 or abs(reward) >= 0.01 else f"{reward:.2g}"
 
 
 def who_waits(metrics: dict[str, float]) -> str:
@@ -80,7 +85,7 @@ def panel(status: RunStatus, title: str) -> Panel:
     if status.recent:
         m = status.recent[-1]
         rewards = [metrics["critic/score/mean"] for metrics in status.recent]
-        table.add_row("reward", f"{rewards[-1]:.3f}  {sparkline(rewards[-40:])}")
+        table.add_row("reward", f"{short(rewards[-1])}  {sparkline(rewards[-40:])}")
         table.add_row(
             "staleness",
             f"mean {m['staleness/mean']:.2f}, max {m['staleness/max']:.0f}, "

@@ -114,7 +114,9 @@ def print_table(evaluated: Evaluated) -> None:
     console = Console(stderr=True)
     console.print(table)
     console.print(
-        f"{evaluated.model}: {evaluated.report.headline()}, {evaluated.seconds:.0f} s", markup=False
+        f"{evaluated.model}: {evaluated.report.headline()}, {evaluated.seconds:.0f} s",
+        markup=False,
+        soft_wrap=True,
     )
 
 

@@ -148,7 +148,7 @@ def _check_messages(config: Config) -> None:
     limit = config.stream.max_message_bytes
     for what, num_bytes in (
         ("a group of the longest completions", max_group_bytes(config)),
-        ("one rank's share of a batch of them", max_shard_bytes(config)),
+        ("one rank's share of a batch of such groups", max_shard_bytes(config)),
         ("an evaluation's longest completions of one prompt", max_eval_bytes(config)),
     ):
         if num_bytes > limit:
