@@ -142,18 +142,28 @@ def test_names_are_taken_and_shown_as_they_are_written(asyncrl: Asyncrl, tmp_pat
     assert "1 from rows[a].jsonl;" in " ".join(out.split())
 
 
-def test_help_names_every_command():
-    # Mutations: rename or drop a command; add one without a line in the module's docstring.
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncrl.cli", "--help"], capture_output=True, text=True, timeout=60
-    )
+def help_of(*command: str) -> str:
+    words = [sys.executable, "-m", "asyncrl.cli", *command, "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    prose, _, table = done.stdout.partition("Commands")
-    listed = set(re.findall(r"^│ ([a-z-]+) ", table, re.MULTILINE))
-    introduced = {command for command in listed if f" asyncrl {command} " in prose}
-    every = {"train", "learner", "rollout-server", "eval", "check", "data", "export", "schema"}
-    assert listed == introduced == every
-    assert "asyncrl train CONFIG [key=value ...]" in prose, "not taken for markup"
+    return done.stdout
+
+
+def test_help_names_every_command():
+    # Mutation: rename or drop a command.
+    out = help_of()
+    listed = re.findall(r"^│ ([a-z-]+) ", out.partition("Commands")[2], re.MULTILINE)
+    assert listed == ["train", "learner", "rollout-server", "eval", "check", "data", "export", "schema"]
+    assert "[CONFIG] [KEY=VALUE]..." in help_of("train")
+
+
+def test_help_says_each_thing_once_and_nothing_to_developers():
+    # Mutation: show the module's docstring -> a note on imports, and every command a second time.
+    prose = " ".join(help_of().partition("Commands")[0].split())
+    assert "Exit codes: 0 done, 1 failed, 2 configuration or data are wrong, 130 interrupted" in prose
+    assert "docs/" in prose
+    assert "Imports nothing" not in prose
+    assert "rollout-server" not in prose
 
 
 def loaded_by(program: str) -> str:
