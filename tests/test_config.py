@@ -132,6 +132,7 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ("resources.cores={lerner: [0]}", ["resources.cores", "lerner", "learner"]),
         ("resources.cores={learner: []}", ["resources.cores", "learner has no core"]),
         ("nonsense", ["nonsense", "key.path=value"]),
+        ("reward=[{weight: 2}]", ["reward.0.name: missing from {'weight': 2} (exact_match, "]),
     ],
 )
 def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str, says: list[str]):

@@ -25,6 +25,8 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
             pass  # pydantic counts only the items that are right
         elif not path:
             yield message
+        elif item["type"] == "missing":
+            yield f"{path}: missing from {item['input']!r}{_meaning(path)}"
         elif item["type"] == "value_error":
             value = "" if message.startswith(repr(item["input"])) else f"{item['input']!r}: "
             yield f"{path}: {value}{message}"
