@@ -23,7 +23,7 @@ Start with `asyncrl check my.yaml`, then `asyncrl train my.yaml learner.lr=5e-6`
 
 Exit codes: 0 done, 1 failed, 2 configuration or data are wrong, 130 interrupted, 143 terminated.
 
-Documentation: README.md and docs/ of the repository. Every key: `asyncrl schema`.
+Documentation: README.md and docs/ of the repository, every key in docs/configuration.md (`asyncrl schema --markdown`).
 """
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
@@ -196,12 +196,18 @@ def export(
 
 
 @app.command()
-def schema() -> None:
-    """Print the JSON schema of the configuration, for editors: every key, its default, its meaning."""
+def schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As the page docs/configuration.md.")] = False,
+) -> None:
+    """Print every key of the configuration, its type, default and meaning: as JSON schema, for editors."""
     import json
 
     from asyncrl.config import Config
+    from asyncrl.config.reference import reference
 
+    if markdown:
+        print(reference(), end="")
+        return
     print(json.dumps(Config.model_json_schema(), indent=2))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
+from asyncrl.config import Config, all_keys
 from asyncrl.run_directory import default_run_name
 
 Asyncrl = Callable[..., tuple[int, str, str]]
@@ -195,3 +196,27 @@ def test_the_schema_documents_every_key(asyncrl: Asyncrl):
     assert schema["properties"]["max_staleness"]["default"] == 2
     assert "versions" in schema["properties"]["max_staleness"]["description"]
     assert schema["additionalProperties"] is False
+
+
+def test_the_page_of_keys_is_what_the_tree_says(asyncrl: Asyncrl):
+    # Mutation: change a key, a default, a bound or a sentence of asyncrl/config/ without the page. To make it anew:
+    # asyncrl schema --markdown > docs/configuration.md
+    code, out, _ = asyncrl("schema", "--markdown")
+    assert code == 0
+    assert out == (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
+
+
+def test_the_page_of_keys_has_every_key_and_says_what_is_not_built(asyncrl: Asyncrl):
+    # Mutations: leave out the tables inside lists and unions; show every value that the type allows as one to use.
+    _, out, _ = asyncrl("schema", "--markdown")
+    sections = re.split(r"^## ", out, flags=re.MULTILINE)[1:]
+    shown = set()
+    for section in sections:
+        paths = re.findall(r"`([a-z_.]+)`", section.splitlines()[0].partition(" of type ")[0])
+        for key in re.findall(r"^\| `([a-z_]+)`", section, re.MULTILINE):
+            shown |= {f"{path}.{key}" for path in paths} or {key}
+    tables = {key.rpartition(".")[0] for key in all_keys(Config)}
+    assert set(all_keys(Config)) - shown <= tables
+    assert shown <= set(all_keys(Config))
+    assert "| `over_age` | `mask` or `keep` (not built: `wait`, `drop`) | `mask` |" in out
+    assert "| `every` | integer >= 0 (only the default is built) | `0` | Versions between checkpoints" in out

@@ -46,7 +46,12 @@ def test_every_link_leads_somewhere(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_exists(page: Path):
     names = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|yaml))`", page.read_text()))
-    names -= {"my_rewards.py", "my.yaml", "config.yaml"}  # a user's own, and the run directory's
+    names -= {
+        "my_rewards.py",
+        "path/to/file.py",
+        "my.yaml",
+        "config.yaml",
+    }  # a user's own, the run directory's
     folders = [ROOT, ROOT / "asyncrl", ROOT / "configs", *(ROOT / "asyncrl").iterdir()]
     assert [name for name in sorted(names) if not any((folder / name).exists() for folder in folders)] == []
 
