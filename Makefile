@@ -1,4 +1,4 @@
-# The commands of asyncrl. The first one on a machine makes .venv (about 4 minutes); later ones install nothing.
+# The commands of asyncrl. The first one on a machine makes .venv (about 5 minutes); later ones install nothing.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -11,12 +11,12 @@ TWO_AT_ONCE := -n 2 --dist loadgroup
 .PHONY: help quickstart tiny test test-all lint env clean
 
 help:
-	@echo "make quickstart  SmolLM2-135M learns the first-word task; about 5 minutes (+8 the first time: .venv, model)"
+	@echo "make quickstart  SmolLM2-135M learns the first-word task; about 5 minutes (the first time 3 more: the model)"
 	@echo "make tiny        the 0.4M model learns rev4; about 2 minutes"
 	@echo "make test        the tests that a change must pass; about 10 minutes"
 	@echo "make test-all    those and the slow ones; at most 25 minutes"
 	@echo "make lint        ruff and basedpyright; under 1 minute"
-	@echo "make env         only make .venv from requirements/cpu.lock"
+	@echo "make env         only make .venv from requirements/cpu.lock, which each of the others does first; about 5 minutes"
 
 quickstart: env
 	$(BIN)/asyncrl train configs/quickstart.yaml

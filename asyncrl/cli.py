@@ -1,17 +1,4 @@
-"""The `asyncrl` command. Imports nothing heavy before a configuration is known to be right.
-
-    asyncrl train CONFIG [key=value ...]             everything on this node
-    asyncrl learner CONFIG [key=value ...]           learner ranks and coordinator; servers connect to it
-    asyncrl rollout-server CONFIG --connect H:P      one rollout server
-    asyncrl eval CONFIG [--checkpoint FOLDER]        a model's numbers on data.eval, without training
-    asyncrl check CONFIG [key=value ...]             all derived numbers; starts nothing
-    asyncrl data CONFIG [key=value ...]              the first prompts as tokens, lengths, what was left out
-    asyncrl export RUN OUT [--dtype bfloat16]        the trained model for transformers, vLLM, the Hub; its card
-    asyncrl schema                                   JSON schema of the configuration, for editors
-
-Exit codes: 0 done, 1 failed (the cause is the last thing printed), 2 the configuration or data is wrong,
-130 interrupted, 143 terminated.
-"""
+"""The `asyncrl` command. Imports nothing heavy before a configuration is known to be right."""
 
 from __future__ import annotations
 
@@ -23,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncRLError, ConfigError, DataError, last_line
@@ -31,17 +17,21 @@ from asyncrl.errors import AsyncRLError, ConfigError, DataError, last_line
 INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help=escape(str(__doc__)),  # it shows words in brackets
-)
+HELP = """Post-train a language model with reinforcement learning, asynchronously.
+
+Start with `asyncrl check my.yaml`, then `asyncrl train my.yaml learner.lr=5e-6`: any key can be overridden.
+
+Exit codes: 0 done, 1 failed, 2 configuration or data are wrong, 130 interrupted, 143 terminated.
+
+Documentation: README.md and docs/ of the repository, every key in docs/configuration.md (`asyncrl schema --markdown`).
+"""
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
 
 ConfigPath = Annotated[  # not a Path: an override may stand there, and a Path turns a=x//y into a=x/y
     str | None, typer.Argument(metavar="CONFIG", help="YAML file; left out: all defaults.")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Dotted overrides.")]
 
 
 def split_arguments(config: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
@@ -210,12 +200,18 @@ def export(
 
 
 @app.command()
-def schema() -> None:
-    """Print the JSON schema of the configuration, for editors: every key, its default, its meaning."""
+def schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As the page docs/configuration.md.")] = False,
+) -> None:
+    """Print every key of the configuration, its type, default and meaning: as JSON schema, for editors."""
     import json
 
     from asyncrl.config import Config
+    from asyncrl.config.reference import reference
 
+    if markdown:
+        print(reference(), end="")
+        return
     print(json.dumps(Config.model_json_schema(), indent=2))
 
 

@@ -20,11 +20,13 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from blake3 import blake3
 from asyncrl.cache import cache_folder
 from asyncrl.config import Config, load_config, validate_config
 from asyncrl.envs.rows import shape_row
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
 
 Rows = Iterable[Mapping[str, Any]]
 RewardFunction = Callable[..., Any]
@@ -82,17 +84,27 @@ class Trainer:
         tree = _tree_of(config)
         for key, value in keys.items():
             _put(tree, key, value)
+        self._words = _Words()
         for name, data in (("train", train_dataset), ("eval", eval_dataset)):
+            argument = f"{name}_dataset"
             if data is not None:
-                _put(tree, "data", {name: _path_of(data, f"{name}_dataset")})
+                path = _path_of(data, argument)
+                _put(tree, "data", {name: path})
+                if path != str(data):
+                    self._words.files[path] = argument
+            self._words.arguments[rf"\bdata\.{name}\b"] = argument
         if reward_funcs is not None:
+            self._words.arguments[r"^reward(?=[:.])"] = "reward_funcs"
             several: Sequence[Any] = (
                 reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
             )
             tree["reward"] = [_table_of(reward) for reward in several]
         if model is not None or processing_class is not None:
             tree["model"] = _folder_of(model, processing_class)
-        self.config: Config = validate_config(tree)
+            if not isinstance(model, str | Path):
+                self._words.files[tree["model"]] = "model"
+        with self._words.spoken():
+            self.config: Config = validate_config(tree)
 
     def train(self) -> TrainResult:
         """Runs to the end, from the initial model: each call is a run of its own.
@@ -103,9 +115,42 @@ class Trainer:
         from asyncrl.launch.run import run_until_done
 
         _check_caller()
-        path = run_until_done(self.config)
+        with self._words.spoken():
+            path = run_until_done(self.config)
         lines = (path / "metrics.jsonl").read_text().splitlines()
         return TrainResult(path, [json.loads(line) for line in lines])
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """What a script calls the things that errors name by their keys in a configuration, or by files in the cache."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    """Path -> the argument that was written there."""
+    arguments: dict[str, str] = field(default_factory=dict)
+    """Pattern of a key -> the argument that sets it."""
+
+    @contextmanager
+    def spoken(self) -> Iterator[None]:
+        """Errors of what is asked for leave with the script's words."""
+        try:
+            yield
+        except (ConfigError, DataError) as error:
+            error.args = (self.of(str(error)),)
+            raise
+
+    def of(self, message: str) -> str:
+        for file, name in self.files.items():
+            message = re.sub(
+                rf"{re.escape(file)}, line (\d+)",
+                lambda found, name=name: f"{name}, row {int(found[1]) - 1} (from 0)",
+                message,
+            )
+            message = message.replace(file, name)
+        for key, name in self.arguments.items():
+            message = re.sub(key, name, message, flags=re.MULTILINE)
+            message = message.replace(f"{name}: {name} ", f"{name} ").replace(f"{name}=null", f"{name}=None")
+        return re.sub(r"\bset (?!reward)(\w+)\.(\w+)", r'set \1={"\2": ...}', message)
 
 
 def _check_caller() -> None:
@@ -177,7 +222,10 @@ def _name_of(function: str | RewardFunction) -> str:
 
 
 def _path_of(data: str | Path | Rows, what: str) -> str:
-    """The path or name itself; rows become a JSONL file in the cache, named by its content. Raises DataError."""
+    """The path or name itself; rows become a JSONL file in the cache, named by the argument and by its content.
+
+    Raises DataError.
+    """
     if isinstance(data, str | Path):
         return str(data)
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
@@ -195,7 +243,7 @@ def _path_of(data: str | Path | Rows, what: str) -> str:
                 line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
                 digest.update(line)
                 file.write(line)
-        return str(partial.replace(folder / f"{digest.hexdigest()}.jsonl"))
+        return str(partial.replace(folder / f"{what}-{digest.hexdigest()}.jsonl"))
     finally:
         partial.unlink(missing_ok=True)
 

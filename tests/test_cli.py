@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
+from asyncrl.config import Config, all_keys
 from asyncrl.run_directory import default_run_name
 
 Asyncrl = Callable[..., tuple[int, str, str]]
@@ -142,18 +143,28 @@ def test_names_are_taken_and_shown_as_they_are_written(asyncrl: Asyncrl, tmp_pat
     assert "1 from rows[a].jsonl;" in " ".join(out.split())
 
 
-def test_help_names_every_command():
-    # Mutations: rename or drop a command; add one without a line in the module's docstring.
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncrl.cli", "--help"], capture_output=True, text=True, timeout=60
-    )
+def help_of(*command: str) -> str:
+    words = [sys.executable, "-m", "asyncrl.cli", *command, "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    prose, _, table = done.stdout.partition("Commands")
-    listed = set(re.findall(r"^│ ([a-z-]+) ", table, re.MULTILINE))
-    introduced = {command for command in listed if f" asyncrl {command} " in prose}
-    every = {"train", "learner", "rollout-server", "eval", "check", "data", "export", "schema"}
-    assert listed == introduced == every
-    assert "asyncrl train CONFIG [key=value ...]" in prose, "not taken for markup"
+    return done.stdout
+
+
+def test_help_names_every_command():
+    # Mutation: rename or drop a command.
+    out = help_of()
+    listed = re.findall(r"^│ ([a-z-]+) ", out.partition("Commands")[2], re.MULTILINE)
+    assert listed == ["train", "learner", "rollout-server", "eval", "check", "data", "export", "schema"]
+    assert "[CONFIG] [KEY=VALUE]..." in help_of("train")
+
+
+def test_help_says_each_thing_once_and_nothing_to_developers():
+    # Mutation: show the module's docstring -> a note on imports, and every command a second time.
+    prose = " ".join(help_of().partition("Commands")[0].split())
+    assert "Exit codes: 0 done, 1 failed, 2 configuration or data are wrong, 130 interrupted" in prose
+    assert "docs/" in prose
+    assert "Imports nothing" not in prose
+    assert "rollout-server" not in prose
 
 
 def loaded_by(program: str) -> str:
@@ -185,3 +196,27 @@ def test_the_schema_documents_every_key(asyncrl: Asyncrl):
     assert schema["properties"]["max_staleness"]["default"] == 2
     assert "versions" in schema["properties"]["max_staleness"]["description"]
     assert schema["additionalProperties"] is False
+
+
+def test_the_page_of_keys_is_what_the_tree_says(asyncrl: Asyncrl):
+    # Mutation: change a key, a default, a bound or a sentence of asyncrl/config/ without the page. To make it anew:
+    # asyncrl schema --markdown > docs/configuration.md
+    code, out, _ = asyncrl("schema", "--markdown")
+    assert code == 0
+    assert out == (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
+
+
+def test_the_page_of_keys_has_every_key_and_says_what_is_not_built(asyncrl: Asyncrl):
+    # Mutations: leave out the tables inside lists and unions; show every value that the type allows as one to use.
+    _, out, _ = asyncrl("schema", "--markdown")
+    sections = re.split(r"^## ", out, flags=re.MULTILINE)[1:]
+    shown = set()
+    for section in sections:
+        paths = re.findall(r"`([a-z_.]+)`", section.splitlines()[0].partition(" of type ")[0])
+        for key in re.findall(r"^\| `([a-z_]+)`", section, re.MULTILINE):
+            shown |= {f"{path}.{key}" for path in paths} or {key}
+    tables = {key.rpartition(".")[0] for key in all_keys(Config)}
+    assert set(all_keys(Config)) - shown <= tables
+    assert shown <= set(all_keys(Config))
+    assert "| `over_age` | `mask` or `keep` (not built: `wait`, `drop`) | `mask` |" in out
+    assert "| `every` | integer >= 0 (only the default is built) | `0` | Versions between checkpoints" in out

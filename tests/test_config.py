@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from asyncrl.config import Config, all_keys, dump_config, load_config, shared_digest
-from asyncrl.config.renames import RENAMES
+from asyncrl.config.renames import ABSENT, RENAMES
 from asyncrl.config.table import nested_tables
 from asyncrl.errors import ConfigError
 
@@ -77,7 +78,24 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ("actor_rollout_ref.rollout.n=4", ["actor_rollout_ref.rollout.n", "here it is rollout.group_size"]),
         ("actor_rollout_ref.rollout.val_kwargs.n=4", ["val_kwargs.n", "here it is eval.num_samples"]),
         ("actor_rollout_ref.rollout.temperature=2", ["did you mean rollout.temperature?"]),
-        ("critic.cliprange=2", ["critic.cliprange", "leave it out", "asyncrl schema"]),
+        ("worker.cliprange=2", ["worker.cliprange", "leave it out", "asyncrl schema"]),
+        (
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            ["use_kl_loss: unknown key; leave it out: there is no KL"],
+        ),
+        (
+            "algorithm.kl_ctrl.kl_coef=0.1",
+            ["algorithm.kl_ctrl: unknown key; leave it out: there is no KL term"],
+        ),
+        ("critic.model.path=x", ["critic: unknown key; leave it out: there is no critic"]),
+        (
+            "algorithm.loss_type=grpo",
+            ["algorithm.loss_type: unknown key; leave it out: the loss is the mean"],
+        ),
+        (
+            "trainer.save_freq=5",
+            ["trainer.save_freq: unknown key; leave it out: there are no checkpoints yet"],
+        ),
         ("lerner.lr=1", ["lerner: unknown key", "did you mean learner?"]),
         ("learner.group_size=4", ["learner.group_size", "did you mean rollout.group_size?"]),
         ("learner.lr=abc", ["learner.lr", "'abc'", "number"]),
@@ -114,6 +132,7 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ("resources.cores={lerner: [0]}", ["resources.cores", "lerner", "learner"]),
         ("resources.cores={learner: []}", ["resources.cores", "learner has no core"]),
         ("nonsense", ["nonsense", "key.path=value"]),
+        ("reward=[{weight: 2}]", ["reward.0.name: missing from {'weight': 2} (exact_match, "]),
     ],
 )
 def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str, says: list[str]):
@@ -150,6 +169,14 @@ def test_a_renamed_key_exists(here: str):
     # Mutation: rename a key of the tree, or misspell one in the table.
     names = here.partition(",")[0].split(" and ")
     assert [name for name in names if name not in set(all_keys(Config))] == []
+
+
+def test_what_is_said_of_a_key_without_a_counterpart_names_keys_that_exist():
+    # Mutations: misspell a key in what is said; put a key into both tables, or one that exists here into this one.
+    keys = set(all_keys(Config))
+    named = {word for said in ABSENT.values() for word in re.findall(r"[a-z]+\.[a-z_]+", said)}
+    assert named - keys == {"metrics.jsonl"}
+    assert not set(ABSENT) & (set(RENAMES) | keys | {key.rpartition(".")[2] for key in keys})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import yaml
 
 import asyncrl
 from asyncrl.config import Config, all_keys, load_config, validate_config
+from asyncrl.config.renames import ABSENT
 from asyncrl.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +46,12 @@ def test_every_link_leads_somewhere(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_exists(page: Path):
     names = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|yaml))`", page.read_text()))
-    names -= {"my_rewards.py", "my.yaml", "config.yaml"}  # a user's own, and the run directory's
+    names -= {
+        "my_rewards.py",
+        "path/to/file.py",
+        "my.yaml",
+        "config.yaml",
+    }  # a user's own, the run directory's
     folders = [ROOT, ROOT / "asyncrl", ROOT / "configs", *(ROOT / "asyncrl").iterdir()]
     assert [name for name in sorted(names) if not any((folder / name).exists() for folder in folders)] == []
 
@@ -80,6 +86,14 @@ def test_a_key_of_the_table_of_renames_is_refused_with_its_name_here():
     renamed = [(name, here) for names, here in rows for name in re.findall(r"`([\w.]+)`", names)]
     assert len(renamed) > 20
     assert [name for name, here in renamed if f"here it is {here}" not in said_of(f"{name}=1")] == []
+
+
+def test_the_page_says_of_keys_without_a_counterpart_what_the_error_says():
+    # Mutation: add a key to config/renames.py, or change what is said of one, without the page.
+    _, _, table = (ROOT / "docs" / "migrating.md").read_text().partition("## Keys without a counterpart")
+    rows = re.findall(r"^\| (`.*`) \| (.*) \|$", table, re.MULTILINE)
+    written = {key: said.replace("`", "") for keys, said in rows for key in re.findall(r"`([\w.]+)`", keys)}
+    assert written == ABSENT
 
 
 def test_verls_command_and_ours_say_the_same():

@@ -18,9 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl import ConfigError, Trainer
-from asyncrl.config import load_config
+from asyncrl.config import Config, load_config
 from asyncrl.errors import DataError
+from asyncrl.launch import model_facts
 from asyncrl.launch import run as run_module
+from asyncrl.launch.preflight import check_config
 from asyncrl.models.source import resolve_model
 from asyncrl.models.tiny import build_model, build_tokenizer
 
@@ -155,6 +157,65 @@ def test_what_is_neither_path_nor_rows_is_refused(data: Any):
     # Mutation: iterate anyway -> a TypeError without the name of the argument; the splits' names taken for rows.
     with pytest.raises(ConfigError, match=r"train_dataset: a (int|dict) is neither a path nor rows"):
         Trainer(train_dataset=data)
+
+
+ROWS = [{"prompt": "ab=", "answer": "ba"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            {"train_dataset": ROWS, "eval_dataset": ROWS},
+            'eval_dataset is never used with eval.every 0; set eval={"every": ...}, or leave it out '
+            "(eval_dataset=None)",
+        ),
+        (
+            {"train_dataset": [*ROWS, {"question": "x"}]},
+            "train_dataset, row 1 (from 0), column 'prompt': missing; the row has question; set "
+            'data={"prompt_key": ...}, or columns.prompt of the source',
+        ),
+        (
+            {"train_dataset": ROWS, "eval_dataset": [{"prompt": "x"}], "eval": {"every": 2}},
+            "eval_dataset, row 0 (from 0), column 'answer': missing, and reward 'exact_match' compares with it; the "
+            'row has prompt; set data={"answer_key": ...}',
+        ),
+        ({"train_dataset": []}, "train_dataset: no rows"),
+        (
+            {"train_dataset": "no_such.jsonl"},
+            "no_such.jsonl: cannot be read (No such file or directory); check train_dataset",
+        ),
+        ({"model": "a/b/c"}, "model: 'a/b/c' is not a folder; name one, or a model of the Hub"),
+    ],
+    ids=["unused", "no prompt", "no answer", "empty", "file", "model"],
+)
+def test_what_a_run_refuses_is_said_in_the_scripts_words(
+    arguments: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+):
+    # Mutation: let the error through as it is -> files of the cache, `data.eval=null`, `set eval.every`.
+    monkeypatch.setattr(run_module, "run_until_done", check_config)
+    with pytest.raises((ConfigError, DataError)) as refused:
+        Trainer(**arguments).train()
+    assert str(refused.value) == says
+
+
+def test_what_the_configuration_refuses_is_said_in_the_scripts_words():
+    # Mutation: translate only what `train` raises.
+    with pytest.raises(ConfigError, match="evaluates nothing without eval_dataset; "):
+        Trainer(eval={"every": 2})
+    with pytest.raises(ConfigError, match=r"^reward_funcs\.0\.weight: 'x': "):
+        Trainer(reward_funcs={"name": brevity, "weight": "x"})
+
+
+def test_a_model_object_is_called_by_its_argument_when_it_is_refused(monkeypatch: pytest.MonkeyPatch):
+    # Mutation: the folder in the cache, which the script never named.
+    def check_length(config: Config) -> None:
+        model_facts.check_length(Path(config.model), 10_000)
+
+    monkeypatch.setattr(run_module, "run_until_done", check_length)
+    trainer = Trainer(build_model(), processing_class=build_tokenizer())
+    with pytest.raises(ConfigError, match=r"= 10000, and model has \d+ positions"):
+        trainer.train()
 
 
 def test_keys_are_put_on_top_of_a_config_and_tables_are_merged():

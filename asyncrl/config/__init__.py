@@ -7,6 +7,7 @@ ConfigError that lists every mistake.
 tree.py       the whole of it, and the combinations of keys that it refuses
 algorithm.py  rollout.py  learner.py  system.py    the tables
 file.py       YAML and overrides -> Config        mistakes.py  renames.py    what is said of each mistake
+reference.py  every key as a page
 """
 
 from asyncrl.config.algorithm import GrpoConfig, NoCorrection, TruncatedImportanceSampling

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from asyncrl.config.renames import RENAMES
+from asyncrl.config.renames import ABSENT, RENAMES
 from asyncrl.config.table import all_keys, nested_tables
 from asyncrl.config.tree import Config
 
@@ -20,11 +20,13 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
         path = _key_path(item["loc"], tree)
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            yield from (f"{key}: unknown key{_did_you_mean(key)}" for key in _unknown(path, item["input"]))
+            yield from (f"{key}: unknown key{_advice(key)}" for key in _unknown(path, item["input"]))
         elif item["type"] == "too_short" and any(_is_inside(other["loc"], item["loc"]) for other in items):
             pass  # pydantic counts only the items that are right
         elif not path:
             yield message
+        elif item["type"] == "missing":
+            yield f"{path}: missing from {item['input']!r}{_meaning(path)}"
         elif item["type"] == "value_error":
             value = "" if message.startswith(repr(item["input"])) else f"{item['input']!r}: "
             yield f"{path}: {value}{message}"
@@ -70,20 +72,24 @@ def _without_indices(path: str) -> str:
 
 
 def _unknown(path: str, value: Any) -> Iterator[str]:
-    """The key itself; of a table that resembles none, such as verl's `trainer`, every key in it."""
-    if isinstance(value, dict) and value and not _nearest(path):
+    """The key itself; of a table that resembles none and has names here, such as verl's `trainer`, every key in it."""
+    is_answered = path.rpartition(".")[2] in ABSENT or _nearest(path)
+    if isinstance(value, dict) and value and not is_answered:
         for key, item in value.items():
             yield from _unknown(f"{path}.{key}", item)
     else:
         yield path
 
 
-def _did_you_mean(path: str) -> str:
-    """What the key is called here, then the nearest of its own table, then the same word in another one."""
+def _advice(path: str) -> str:
+    """What the key is called here or why it has no counterpart, then the nearest of its own table, then the same word
+    in another one."""
     key = _without_indices(path)
     last, last_two = key.rpartition(".")[2], ".".join(key.split(".")[-2:])
     if renamed := RENAMES.get(last_two) or RENAMES.get(last):
         return f"; here it is {renamed}"
+    if said := ABSENT.get(last_two) or ABSENT.get(last):
+        return f"; leave it out: {said}"
     known = sorted(set(all_keys(Config)))
     elsewhere = [k for k in known if k.endswith(f".{last_two}") or k == last_two]
     elsewhere += [k for k in known if k.rpartition(".")[2] == last]

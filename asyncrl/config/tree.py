@@ -39,7 +39,7 @@ class Config(Table):
     """Seeds the data order and every request."""
     data: DataConfig = DataConfig()
     reward: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (RewardConfig(name="exact_match"),)
-    """Name of one reward (see RewardConfig.name), or a list of rewards (names or tables) that are added up."""
+    """Name of one reward (see reward.name), or a list of rewards (names or tables) that are added up."""
     eval: EvalConfig = EvalConfig()
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()

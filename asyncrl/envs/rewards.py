@@ -51,7 +51,7 @@ def resolve_reward(spec: RewardSpec) -> Reward:
         function = import_function(name, "reward", VERL_FUNCTION, source=spec.source)
         return user_reward(function, name, spec.style, spec.kwargs)
     raise ConfigError(
-        f"reward {name!r} is unknown{did_you_mean(name, BUILT_IN)}; use {', '.join(BUILT_IN)}, "
+        f"reward: {name!r} is no reward{did_you_mean(name, BUILT_IN)}; use {', '.join(BUILT_IN)}, "
         f"{MODEL_PREFIX}FOLDER, or module:attr or path/to/file.py:attr of {FORMS}"
     )
 
@@ -66,7 +66,11 @@ def _built_in(spec: RewardSpec) -> Reward:
     try:
         inspect.signature(function).bind("", "", **spec.kwargs)
     except TypeError as error:
-        raise ConfigError(f"reward {spec.name!r}: kwargs {spec.kwargs}: {error}") from error
+        taken = list(inspect.signature(function).parameters)[2:]
+        raise ConfigError(
+            f"reward {spec.name!r}: its kwargs, {spec.kwargs}, do not fit ({error}); it takes "
+            f"{', '.join(taken) or 'none: leave them out'}"
+        ) from error
     if function is math_verify and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"reward {spec.name!r} needs the package math-verify; {INSTALL}")
 

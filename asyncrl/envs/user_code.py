@@ -39,7 +39,9 @@ def import_function(
     function = getattr(module, attr, None)
     if function is None:
         names = [name for name in vars(module) if not name.startswith("_")]
-        raise ConfigError(f"{key} {spec!r}: {module_name!r} has no {attr!r}{did_you_mean(attr, names)}")
+        raise ConfigError(
+            f"{key} {spec!r}: {module_name!r} has no {attr!r}{did_you_mean(attr, names)}; name a function of it"
+        )
     if not callable(function):
         raise ConfigError(f"{key} {spec!r} is a {type(function).__name__}; name a function")
     return function
@@ -65,9 +67,9 @@ def names_user_code(spec: str) -> bool:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest choice, else an empty string."""
+    """` (did you mean 'x'?)` for the closest choice, else an empty string: it may stand inside a sentence."""
     close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _import_module(name: str, what: str) -> ModuleType:
@@ -90,7 +92,7 @@ def _import_file(path: Path, what: str, source: bytes | None) -> ModuleType:
     """
     path = path.absolute()
     if not path.is_file():
-        raise ConfigError(f"{what}: {path} is not a file")
+        raise ConfigError(f"{what}: {path} is not a file; name one that is there")
     name = f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     folder = path.parent
     while (folder / "__init__.py").is_file():

@@ -19,6 +19,7 @@ from asyncrl.envs.reward_checks import check_rows, resolve_rewards
 from asyncrl.errors import ConfigError
 from asyncrl.launch.model_facts import check_length, read_tensor_shapes
 from asyncrl.launch.resources import ROLES, Placements, available_cores, place_processes, visible_gpus
+from asyncrl.models.source import model_folder
 from asyncrl.rollout_server.vllm_process import engine_args
 from asyncrl.stream.sizes import (
     max_eval_bytes,
@@ -158,9 +159,7 @@ def _check_messages(config: Config) -> None:
 
 
 def _check_folders(config: Config) -> None:
-    looks_like_a_path = config.model.startswith(("/", "./", "../", "~"))
-    if looks_like_a_path and not os.path.isdir(os.path.expanduser(config.model)):
-        raise ConfigError(f"model: {config.model!r} is not a folder; name one, or a model of the Hub")
+    model_folder(config.model)
     folder = config.weight_sync.dir
     if not os.path.isdir(folder):
         raise ConfigError(f"weight_sync.dir: {folder!r} is not a folder; name an existing one")

@@ -54,8 +54,10 @@ def run_until_done(
     """Runs to the end and returns the run directory. Raises the first cause of failure.
 
     `start`: the roles whose processes this one starts; the others connect by themselves. Ctrl-C ends the run with
-    KeyboardInterrupt, SIGTERM with SystemExit(143), once everything has ended.
+    KeyboardInterrupt, SIGTERM with SystemExit(143), once everything has ended. The caller's own handler of SIGTERM is
+    back then: asyncio takes it away.
     """
+    own_handler = signal.getsignal(signal.SIGTERM)
 
     async def run() -> Path:
         task = asyncio.current_task()
@@ -67,6 +69,9 @@ def run_until_done(
         return asyncio.run(run())
     except asyncio.CancelledError:  # Ctrl-C is KeyboardInterrupt already
         raise SystemExit(128 + signal.SIGTERM) from None
+    finally:
+        if own_handler is not None:  # None: set by C code, and out of reach
+            signal.signal(signal.SIGTERM, own_handler)
 
 
 async def run_training(

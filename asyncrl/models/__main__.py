@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError
 from asyncrl.models.source import resolve_model
 
 
@@ -19,7 +19,7 @@ def main() -> int:
     try:
         print(resolve_model(sys.argv[1]))
     except ConfigError as error:
-        print(one_line(error))
+        print(" ".join(str(error).split()))
         return 2
     return 0
 

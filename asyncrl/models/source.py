@@ -7,6 +7,7 @@ here is made once: under a file lock, in a temporary folder that is renamed when
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -28,16 +29,14 @@ _PACKAGE = Path(__file__).parent.parent
 def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
     """The model's folder: made, fetched, or simply found. Raises ConfigError.
 
-    `tiny` is made on the spot. A folder stands for itself. Anything else is a name on the Hub, looked up
+    `tiny` is made on the spot. A folder, `~` included, stands for itself. Anything else is a name on the Hub, looked up
     in the Hub's cache first; SmolLM2-135M-Instruct is also on the package index. `cache_dir` is where made
     models are kept: by default $ASYNCRL_CACHE, else ~/.cache/asyncrl.
     """
     if name == "tiny":
         return _make_once(_made_folder(name, cache_dir), _save_tiny)
-    if Path(name).is_dir():
-        return _checked_folder(Path(name))
-    if not is_hub_name(name):
-        raise ConfigError(f"model {name!r}: no such folder, and not a Hugging Face name either")
+    if (folder := model_folder(name)) is not None:
+        return folder
     made = _made_folder(name, cache_dir)
     if made.is_dir():
         return made
@@ -47,17 +46,31 @@ def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
 
 
 def model_is_ready(name: str, cache_dir: Path | None = None) -> bool:
-    """Whether `resolve_model` would neither make nor download anything. Cheap, and torch-free."""
+    """Whether `resolve_model` would neither make nor download anything. Cheap, and torch-free.
+
+    Raises ConfigError for a name that stands for nothing.
+    """
     return (
-        _made_folder(name, cache_dir).is_dir()
-        or (name != "tiny" and (Path(name) / "config.json").is_file())
-        or (is_hub_name(name) and hub_folder(name, local_files_only=True) is not None)
+        model_folder(name) is not None
+        or _made_folder(name, cache_dir).is_dir()
+        or hub_folder(name, local_files_only=True) is not None
     )
 
 
-def _checked_folder(folder: Path) -> Path:
+def model_folder(name: str) -> Path | None:
+    """The folder that the config's `model` names; None for `tiny` and for names of the Hub.
+
+    Raises ConfigError for what is none of them, and for a folder that holds no model.
+    """
+    folder = Path(os.path.expanduser(name))
+    if name == "tiny" or not folder.is_dir():
+        if not is_hub_name(name):
+            raise ConfigError(f"model: {name!r} is not a folder; name one, or a model of the Hub")
+        return None
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model {str(folder)!r}: the folder has no config.json, so it holds no model")
+        raise ConfigError(
+            f"model: {name!r} is a folder without config.json, so it holds no model; name the one that does"
+        )
     return folder.resolve()
 
 

@@ -88,7 +88,7 @@ def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_task_is_refused_with_the_closest_one() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'sort4'"):
+    with pytest.raises(ConfigError, match=r"nor a task \(did you mean 'sort4'\?\); use JSONL"):
         rows_of(config_of("sort"))
 
 

@@ -44,12 +44,21 @@ def test_a_number_is_an_answer_too() -> None:
 
 def test_a_built_in_takes_its_own_keyword_arguments_and_no_others() -> None:
     assert value("verl_gsm8k_strict", "#### 17", "18", format_score=0.1) == 0.1
-    with pytest.raises(ConfigError, match=r"gsm8k_strict.*kwargs.*format_score"):
+    # Mutation: only Python's words -> not what it takes.
+    with pytest.raises(
+        ConfigError, match=r"gsm8k_strict.*kwargs.*format_score.*it takes none: leave them out"
+    ):
         value("gsm8k_strict", "#### 17", "18", format_score=0.1)
+    with pytest.raises(ConfigError, match=r"verl_gsm8k_strict.*kwargs.*scroe.*it takes format_score"):
+        value("verl_gsm8k_strict", "#### 17", "18", scroe=0.1)
 
 
 def test_an_unknown_reward_is_refused_with_the_closest_name() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'gsm8k_strict'"):
+    # Mutation: a question of its own -> "is unknown; did you mean 'gsm8k_strict'?; use ...".
+    with pytest.raises(
+        ConfigError,
+        match=r"^reward: 'gsm8k_strct' is no reward \(did you mean 'gsm8k_strict'\?\); use exact_match, ",
+    ):
         resolve_reward(RewardSpec("gsm8k_strct"))
 
 
@@ -57,7 +66,7 @@ def test_an_unknown_reward_is_refused_with_the_closest_name() -> None:
     ("name", "message"),
     [
         ("no_such_module_here:f", "ModuleNotFoundError: No module named 'no_such_module_here'"),
-        ("string:ascii_lettrs", "has no 'ascii_lettrs'; did you mean 'ascii_letters'"),
+        ("string:ascii_lettrs", r"has no 'ascii_lettrs' \(did you mean 'ascii_letters'\?\); name a function"),
         ("string:ascii_letters", "is a str; name a function"),
         ("no/such/file.py", "no/such/file.py is not a file"),
     ],

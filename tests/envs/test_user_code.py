@@ -77,7 +77,7 @@ def test_a_file_alone_names_the_default_function(tmp_path: Path) -> None:
     [
         ("raise RuntimeError('no GPU here')", "importing .*broken.py failed with RuntimeError: no GPU here"),
         ("raise SystemExit(2)", "importing .*broken.py failed with SystemExit: 2"),
-        ("def rewrad(): ...", "has no 'reward'; did you mean 'rewrad'"),
+        ("def rewrad(): ...", r"has no 'reward' \(did you mean 'rewrad'\?\); name a function"),
     ],
 )
 def test_a_file_that_cannot_be_used_says_why_and_is_tried_again(

@@ -112,5 +112,5 @@ def test_one_reward_that_cannot_start_ends_the_others(file: str) -> None:
     async def check(rewards: WeightedRewards) -> None:
         raise AssertionError("it started")
 
-    with pytest.raises(ConfigError, match="has no 'lenght'; did you mean 'length'"):
+    with pytest.raises(ConfigError, match=r"has no 'lenght' \(did you mean 'length'\?\)"):
         in_rewards(rewards_config({"name": f"{file}:length"}, {"name": f"{file}:lenght"}), check)

@@ -54,6 +54,9 @@ REFUSED = [
     (["data.train=missing.jsonl"], ["missing.jsonl", "data.train"]),
     (["data.eval=[rev4, sort4]"], ["data.eval: rev4, sort4", "eval.every 0", "data.eval=null"]),
     (["data.answer_key=solution"], ["solution", "data.answer_key"]),
+    (["model=~/no-such-model"], ["model: '~/no-such-model' is not a folder", "a model of the Hub"]),
+    (["model=models/of/mine"], ["model: 'models/of/mine' is not a folder"]),
+    (["model=/tmp"], ["model: '/tmp' is a folder without config.json"]),
     (["run.name=model"], ["run.name", "exists already", "choose another"]),
 ]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config import Config, load_config
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import PeerLost
-from asyncrl.launch.run import Launch
+from asyncrl.launch import run as run_module
+from asyncrl.launch.run import Launch, run_until_done
 from asyncrl.run_directory import RunDirectory
 
 
@@ -88,3 +91,29 @@ def test_rows_that_were_left_out_are_shown_of_training_and_of_evaluation(
         "8 prompts from train.jsonl; model m",
         "evaluation: 5 prompts from eval.jsonl, 2 filtered, 3 dropped as too long",
     ]
+
+
+@pytest.mark.parametrize("is_ended", [False, True], ids=["to the end", "by SIGTERM"])
+def test_a_run_gives_its_callers_handler_of_sigterm_back(
+    is_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Mutation: leave it to asyncio -> the default is in its place, and the script's clean-up never runs.
+    async def run(*_: Any, **__: Any) -> Path:
+        if is_ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(30)
+        return tmp_path
+
+    def clean_up(*_: Any) -> None: ...
+
+    monkeypatch.setattr(run_module, "run_training", run)
+    before = signal.signal(signal.SIGTERM, clean_up)
+    try:
+        if is_ended:
+            with pytest.raises(SystemExit, match="143"):
+                run_until_done(Config())
+        else:
+            assert run_until_done(Config()) == tmp_path
+        assert signal.getsignal(signal.SIGTERM) is clean_up
+    finally:
+        signal.signal(signal.SIGTERM, before)

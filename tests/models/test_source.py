@@ -73,17 +73,32 @@ def test_the_environment_names_the_cache(
 
 
 def test_a_folder_stands_for_itself_when_it_holds_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
-        resolve_model(str(tmp_path))
-    assert not model_is_ready(str(tmp_path), tmp_path)
+    for function in (resolve_model, model_is_ready):
+        with pytest.raises(ConfigError, match=r"is a folder without config\.json"):
+            function(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model(str(tmp_path)) == tmp_path.resolve()
     assert model_is_ready(str(tmp_path), tmp_path)
 
 
-def test_a_path_that_is_missing_is_never_asked_of_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
-        resolve_model("./nowhere/at/all", tmp_path)
+def test_the_home_folder_may_be_written_as_in_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Mutation: take the path as it is -> `asyncrl check` says "not here yet", and the run that it is no folder.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert model_is_ready("~/mine")
+    assert resolve_model("~/mine") == (tmp_path / "mine").resolve()
+
+
+@pytest.mark.parametrize("name", ["./nowhere/at/all", "/nowhere", "~/nowhere", "~nobody/nowhere", "a/b/c"])
+def test_a_path_that_is_missing_is_never_asked_of_the_hub(name: str, tmp_path: Path) -> None:
+    for function in (resolve_model, model_is_ready):
+        with pytest.raises(
+            ConfigError, match=f"^model: '{name}' is not a folder; name one, or a model of the Hub"
+        ):
+            function(name, tmp_path)
 
 
 @pytest.mark.usefixtures("no_hub")
@@ -117,7 +132,7 @@ def test_the_command_prints_the_folder_last_or_why_there_is_none_with_exit_code_
     # Mutation: print the reason to stderr -> the launcher has nothing to end its own message with.
     [reason] = done.stdout.splitlines()
     assert done.returncode == 2
-    assert "no such folder" in reason
+    assert reason == "model: './nowhere' is not a folder; name one, or a model of the Hub"
 
 
 def test_asking_whether_a_model_is_ready_imports_no_torch(tmp_path: Path) -> None:
