@@ -63,7 +63,7 @@ def test_weights_sources_lists_and_components(file: str) -> None:
         assert await rewards.score_one(answer("skip"), other) == nothing
         failed = await rewards.score_one(answer("raise"), gsm8k)
         assert failed == RewardOutcome(
-            None, Status.REWARD_FAILED, "reward three_rewards: ValueError: no idea"
+            None, Status.REWARD_FAILED, "reward three_rewards: ValueError: no idea (three_rewards.py, line 7)"
         )
         group = await rewards.score_group([answer("b"), answer("skip"), answer("a")], other)
         assert group == [
