@@ -1,46 +1,117 @@
-"""`algorithm`: the recipe and its corrections."""
+"""`algorithm`: a recipe by name, and the options of its stages.
+
+    algorithm: dapo
+    algorithm: {type: ppo, preset: verl, advantages: {type: gae, lam: 0.95}, critic: {lr: 1.0e-5}}
+
+A recipe (recipes.py) is a list of stages and what their options are unless you write others.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config.table import Table
+from asyncrl.config.advantage_presets import Peer
+from asyncrl.config.advantages import AdvantagesConfig, OutcomeAdvantages
+from asyncrl.config.corrections import OffPolicyCorrection
+from asyncrl.config.losses import KlControllerConfig, LossConfig, ValueLossConfig
+from asyncrl.config.recipes import find_recipe, merged
+from asyncrl.config.shaping import FilterConfig, ShapingConfig
+from asyncrl.config.table import Positive, Table
 
-
-class TruncatedImportanceSampling(Table):
-    """w = min(exp(proximal_logprobs - rollout_logprobs), cap), per token, no gradient through it."""
-
-    type: Literal["tis"] = "tis"
-    cap: Annotated[float, Field(gt=0)] = 2.0
-    """Upper bound of the importance weight."""
-
-
-class NoCorrection(Table):
-    """Every importance weight is 1."""
-
-    type: Literal["none"] = "none"
+NotNegative = Annotated[float, Field(ge=0)]
 
 
-class GrpoConfig(Table):
-    """GRPO (arXiv:2402.03300): advantages from the rewards of one prompt's group, clipped policy loss."""
+class KlRewardConfig(KlControllerConfig):
+    """reward - coef * KL(learner || reference) at each token, before advantages (InstructGPT, arXiv:2203.02155)."""
 
-    type: Literal["grpo"] = "grpo"
-    scale: Literal["std", "none"] = "std"
-    """Divide centred rewards by the group's standard deviation (n - 1), or leave them (Dr.GRPO)."""
-    std_epsilon: Annotated[float, Field(ge=0)] = 1e-6
-    """Added to the standard deviation."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """See clip_low."""
-    correction: Annotated[TruncatedImportanceSampling | NoCorrection, Field(discriminator="type")] = (
-        TruncatedImportanceSampling()
-    )
-    """Off-policy correction of tokens that an older version, or another engine, sampled: `tis` or `none`."""
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
+    """Of the KL from the sampled token."""
+    clamp_estimate: Annotated[float, Field(gt=0)] | None = None
+    """Cut the estimate to +- this."""
+    clip_reward: Annotated[float, Field(gt=0)] | None = None
+    """Cut the trajectory's reward to +- this before the KL is subtracted (DeepSpeed-Chat: 5)."""
 
-    @field_validator("correction", mode="before")
+
+class ReferenceConfig(Table):
+    """The frozen model of the KL terms. It is loaded only where one reads it."""
+
+    model: str | None = None
+    """Name or folder, with the policy's tokenizer; null: the policy's version 0."""
+    refresh_every: Annotated[int, Field(ge=0)] = 0
+    """Versions after which the policy's weights become the reference's; 0: never."""
+
+
+class CriticConfig(Table):
+    """The value model of recipes that have one."""
+
+    model: str | None = None
+    """Name or folder of its body, with the policy's tokenizer; null: the policy's version 0."""
+    shared: bool = False
+    """A value head on the policy's own body instead of a model of its own; its loss trains the body too."""
+    coef: NotNegative = 0.1
+    """`shared`: what the value loss is multiplied by beside the policy's. Else the critic has its own optimizer."""
+    lr: NotNegative = 1e-5
+    """Its learning rate, warmed up like the policy's."""
+    warmup_versions: Annotated[int, Field(ge=0)] = 0
+    """Versions in which only the critic trains."""
+    epochs: Positive | None = None
+    """Passes over a batch; null: learner.epochs."""
+    loss: ValueLossConfig = ValueLossConfig()
+    """By token."""
+
+
+class AlgorithmConfig(Table):
+    """What turns a batch into a version."""
+
+    type: str = "grpo"
+    """A recipe by name, or `module:attr` of one of your own (a `Recipe`)."""
+    preset: Peer | None = None
+    """A peer's whole convention: the preset of advantages, loss and correction where they name none."""
+    stages: tuple[str, ...] = ()
+    """The recipe's stages in order; a stage of your own is `module:attr`. Left out: the recipe's."""
+    shaping: ShapingConfig = ShapingConfig()
+    """Of rewards, a group at a time as it arrives."""
+    filter: FilterConfig = FilterConfig()
+    """Which groups are trained; others take the place of those that are not."""
+    max_filtered_batches: Positive = 10
+    """The run ends when so many batches of groups in a row were filtered."""
+    kl_reward: KlRewardConfig | None = None
+    """KL in the reward; null: none."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The reference model."""
+    advantages: AdvantagesConfig = OutcomeAdvantages()
+    """From rewards to one advantage a token: a table, a name (grpo, rloo, gae, ...), or `module:attr`."""
+    loss: LossConfig = LossConfig()
+    """The loss of a mini-batch."""
+    correction: OffPolicyCorrection = OffPolicyCorrection()
+    """Of tokens that an older version, or another engine, sampled."""
+    critic: CriticConfig | None = None
+    """null: no critic."""
+    target_kl: Annotated[float, Field(gt=0)] | None = None
+    """No further step of a batch once the mean KL of a mini-batch to the proximal policy (k1) exceeds 1.5 x this."""
+
+    @model_validator(mode="before")
     @classmethod
-    def _tis_by_default(cls, value: Any) -> Any:
-        return {"type": "tis", **value} if isinstance(value, dict) else value
+    def _recipe_below(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        recipe = find_recipe(value.get("type", "grpo"))
+        tree = merged(recipe.options, value)
+        tree["stages"] = value.get("stages") or recipe.stages
+        if (peer := value.get("preset")) in get_args(Peer):
+            for part in ("advantages", "loss", "correction"):
+                _put_preset(tree, part, peer)
+        return tree
+
+    @field_validator("stages")
+    @classmethod
+    def _in_order(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        check_stages(value)
+        return value
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether some term reads the reference model."""
+        return self.kl_reward is not None or (self.loss.kl is not None and self.loss.kl.reference == "ref")

@@ -35,24 +35,18 @@ class PackedMicrobatch:
     predict_index: Tensor
     """[N] int64: the packed position whose hidden state predicts each trained token."""
     target_ids: Tensor
-    """[N] int64: the trained tokens."""
-    rollout_logprobs: Tensor
-    """[N] float32"""
-    advantages: Tensor
-    """[N] float32: that of the token's trajectory."""
+    """[N] int64: the trained tokens, trajectory after trajectory."""
 
 
-def pack(
-    groups: Sequence[TrajectoryGroup], advantages: Sequence[Sequence[float]], device: torch.device
-) -> PackedMicrobatch:
-    """Packs `groups`; `advantages` is [group][trajectory].
+def pack(groups: Sequence[TrajectoryGroup], device: torch.device) -> PackedMicrobatch:
+    """Packs `groups`.
 
     Without any trained token the row is one token with nothing to predict: its forward and backward pass keep
     this rank's collectives in step with the others' and add exactly 0 to every gradient.
     """
     row = _Row()
-    for group, group_advantages in zip(groups, advantages, strict=True):
-        row.append_group(group, group_advantages)
+    for group in groups:
+        row.append_group(group)
     if not row.groups:
         row.append_tokens(np.zeros(1, np.int32), first_position=0)
         row.groups.append((1, []))
@@ -62,8 +56,6 @@ def pack(
         layout=lay_out_groups(row.groups, device),
         predict_index=_tensor(row.predict_index, torch.int64, device),
         target_ids=_tensor(row.target_ids, torch.int64, device),
-        rollout_logprobs=_tensor(row.rollout_logprobs, torch.float32, device),
-        advantages=_tensor(row.advantages, torch.float32, device),
     )
 
 
@@ -77,10 +69,8 @@ class _Row:
         self.position_ids: list[np.ndarray] = []
         self.predict_index: list[np.ndarray] = []
         self.target_ids: list[np.ndarray] = []
-        self.rollout_logprobs: list[np.ndarray] = []
-        self.advantages: list[np.ndarray] = []
 
-    def append_group(self, group: TrajectoryGroup, advantages: Sequence[float]) -> None:
+    def append_group(self, group: TrajectoryGroup) -> None:
         if not group.num_trained_tokens:
             return
         prompt_length = len(group.prompt_ids)
@@ -92,14 +82,12 @@ class _Row:
         self.append_tokens(group.prompt_ids, first_position=0)
         last_prompt_index = self.length - 1
         lengths: list[int] = []
-        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+        for trajectory in group.trajectories:
             trained = np.flatnonzero(trajectory.loss_mask)
             if not len(trained):
                 continue
             self.predict_index.append(np.where(trained == 0, last_prompt_index, self.length + trained - 1))
             self.target_ids.append(trajectory.token_ids[trained])
-            self.rollout_logprobs.append(trajectory.rollout_logprobs[trained])
-            self.advantages.append(np.full(len(trained), advantage))
             num_packed = int(trained[-1])
             if num_packed:
                 self.append_tokens(trajectory.token_ids[:num_packed], first_position=prompt_length)

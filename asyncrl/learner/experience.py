@@ -1,0 +1,173 @@
+"""A rank's share of one batch as flat columns: what the stages of a recipe read and write.
+
+    rows of the shard:   mini-batch 0: microbatch [group, group] [group] ..., mini-batch 1: ...
+    columns [N]:         the trained tokens of those groups' trajectories, in the same order
+
+So a microbatch is a slice of every column, and its trajectories a slice of the R trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.segments import Segments
+from asyncrl.learner.packing import PackedMicrobatch, pack
+from asyncrl.types import Shard, TrajectoryGroup
+
+
+@dataclass(slots=True, frozen=True)
+class Microbatch:
+    """One forward-backward of this rank: whole groups."""
+
+    groups: list[TrajectoryGroup]
+    tokens: slice
+    """Of the rank's N trained tokens."""
+    trajectories: slice
+    """Of the rank's R trajectories."""
+    device: torch.device
+
+    def pack(self) -> PackedMicrobatch:
+        """As the models take it."""
+        return pack(self.groups, self.device)
+
+
+@dataclass(slots=True)
+class Columns:
+    """One value a trained token, [N] each. A stage fills what the next ones read; None until then."""
+
+    rollout_logprobs: Tensor
+    """Under the distribution that sampled the token. float32."""
+    policy_versions: Tensor
+    """The version that sampled it. int64."""
+    positions: Tensor
+    """Its place in its trajectory, untrained tokens counted. int64."""
+    proximal_logprobs: Tensor | None = None
+    """Under the learner before the batch's first step."""
+    ref_logprobs: Tensor | None = None
+    """Under the reference model."""
+    entropy: Tensor | None = None
+    """Of the learner's distribution before the batch's first step."""
+    sum_pi_squared: Tensor | None = None
+    """Of that distribution's probabilities."""
+    values: Tensor | None = None
+    """The critic's, before the batch's first step."""
+    kl: Tensor | None = None
+    """The estimate of the KL from the reference that is subtracted from the rewards."""
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    """The critic's targets."""
+
+
+@dataclass(slots=True)
+class BatchRewards:
+    """What every rank knows of the whole batch, from its plan; one value a trajectory, [R of the batch]."""
+
+    rewards: Tensor
+    """float64, after shaping; NaN where a trajectory has none."""
+    group_index: Tensor
+    """int64 from 0."""
+    num_trained_tokens: Tensor
+    """int64"""
+
+
+@dataclass(slots=True)
+class Experience:
+    """A batch on one rank."""
+
+    index: int
+    """Of the batch: the version that trains it."""
+    batch: BatchRewards
+    rows: Tensor
+    """[R] int64: each of this rank's trajectories in the batch's order."""
+    segments: Segments
+    """Of this rank's N tokens and R trajectories."""
+    columns: Columns
+    minibatches: list[list[Microbatch]]
+    """[mini-batch][microbatch]"""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the stages measured, the same on every rank."""
+
+    @property
+    def group_index(self) -> Tensor:
+        """[R] int64: the group of each of this rank's trajectories."""
+        return self.batch.group_index[self.rows]
+
+    def microbatches(self) -> Iterator[Microbatch]:
+        """All of them, in the order of the columns."""
+        for minibatch in self.minibatches:
+            yield from minibatch
+
+    def segments_of(self, microbatch: Microbatch) -> Segments:
+        """Its tokens, and its trajectories counted from 0."""
+        first, last = microbatch.trajectories.start, microbatch.trajectories.stop
+        return Segments(self.segments.index[microbatch.tokens] - first, last - first)
+
+
+def receive_shard(shard: Shard, device: torch.device) -> Experience:
+    """The shard as columns on `device`."""
+    plan = shard.plan
+    sizes = [len(rewards) for rewards in plan.rewards]
+    first_row = np.concatenate([[0], np.cumsum(sizes)])
+    positions = plan.positions_of(shard.rank)
+    rows = [np.arange(first_row[p], first_row[p + 1]) for p in positions]
+    trajectories = [t for group in shard.groups for t in group.trajectories]
+    trained = [np.flatnonzero(t.loss_mask) for t in trajectories]
+    columns = Columns(
+        rollout_logprobs=_column(
+            [t.rollout_logprobs[i] for t, i in zip(trajectories, trained, strict=True)], torch.float32, device
+        ),
+        policy_versions=_column(
+            [t.policy_versions[i] for t, i in zip(trajectories, trained, strict=True)], torch.int64, device
+        ),
+        positions=_column(trained, torch.int64, device),
+    )
+    flat = [float("nan") if reward is None else reward for group in plan.rewards for reward in group]
+    counts = [count for group in plan.num_trained_tokens for count in group]
+    batch = BatchRewards(
+        rewards=torch.tensor(flat, dtype=torch.float64, device=device),
+        group_index=torch.arange(len(sizes), device=device).repeat_interleave(
+            torch.tensor(sizes, device=device)
+        ),
+        num_trained_tokens=torch.tensor(counts, dtype=torch.int64, device=device),
+    )
+    segments = Segments.of_counts(torch.tensor([len(i) for i in trained], dtype=torch.int64, device=device))
+    return Experience(
+        plan.index,
+        batch,
+        _column(rows, torch.int64, device),
+        segments,
+        columns,
+        _cut(shard, device),
+    )
+
+
+def _cut(shard: Shard, device: torch.device) -> list[list[Microbatch]]:
+    groups = iter(shard.groups)
+    first_token = first_trajectory = 0
+    minibatches: list[list[Microbatch]] = []
+    for minibatch in shard.plan.minibatches:
+        minibatches.append([])
+        for positions in minibatch[shard.rank]:
+            of_microbatch = [next(groups) for _ in positions]
+            last_token = first_token + sum(group.num_trained_tokens for group in of_microbatch)
+            last_trajectory = first_trajectory + sum(len(group.trajectories) for group in of_microbatch)
+            minibatches[-1].append(
+                Microbatch(
+                    of_microbatch,
+                    slice(first_token, last_token),
+                    slice(first_trajectory, last_trajectory),
+                    device,
+                )
+            )
+            first_token, first_trajectory = last_token, last_trajectory
+    return minibatches
+
+
+def _column(pieces: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> Tensor:
+    whole = np.concatenate(pieces) if pieces else np.empty(0)
+    return torch.from_numpy(whole).to(device=device, dtype=dtype)
