@@ -1,0 +1,87 @@
+"""Before a group enters a batch: its rewards are shaped, and it is asked whether it teaches anything.
+
+Pure functions of one group, without torch: the coordinator runs them as a group arrives, so that what takes a
+rejected group's place can start at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from asyncrl.config.shaping import FilterConfig, OverlongPenalty, Rescaling, ShapingConfig
+from asyncrl.types import Trajectory, TrajectoryGroup
+
+
+def shape_group(group: TrajectoryGroup, config: ShapingConfig) -> TrajectoryGroup:
+    """The group with shaped rewards and loss masks; the arrays of `group` are not written to.
+
+    Ask `is_dropped` first: it reads the rewards before shaping, since a length penalty would make every group
+    look informative.
+    """
+    return replace(group, trajectories=[_shaped(trajectory, config) for trajectory in group.trajectories])
+
+
+def _shaped(trajectory: Trajectory, config: ShapingConfig) -> Trajectory:
+    truncated = trajectory.finish_reason != "stop"
+    reward, loss_mask = trajectory.reward, trajectory.loss_mask
+    if reward is not None:
+        if config.rescale is not None:
+            reward = rescaled(reward, config.rescale)
+        if truncated and config.truncated_factor is not None:
+            reward *= config.truncated_factor
+        if config.overlong is not None:
+            reward -= overlong_penalty(len(trajectory), config.overlong)
+    if truncated and config.truncated == "mask":
+        loss_mask = np.zeros_like(loss_mask)
+    return replace(trajectory, reward=reward, loss_mask=loss_mask)
+
+
+def overlong_penalty(num_tokens: int, config: OverlongPenalty) -> float:
+    """What a completion of that length loses, at least 0. DAPO: arXiv:2503.14476."""
+    over = num_tokens - (config.max_tokens - config.buffer_tokens)
+    share = max(over / config.buffer_tokens, 0.0)
+    return config.factor * (share if config.beyond == "grow" else min(share, 1.0))
+
+
+def rescaled(reward: float, config: Rescaling) -> float:
+    """The reward's place in `source` as the same place in `target`."""
+    (low, high), (new_low, new_high) = config.source, config.target
+    share = (min(max(reward, low), high) - low) / (high - low)
+    return new_low + share * (new_high - new_low)
+
+
+def is_dropped(group: TrajectoryGroup, config: FilterConfig) -> bool:
+    """Whether the group is consumed without being trained; ask before `shape_group`."""
+    return config.rejected == "drop" and not is_informative(metric_of(group, config.metric), config)
+
+
+def metric_of(group: TrajectoryGroup, label: str | None) -> list[float]:
+    """The metric of each trajectory that has it: the reward, or one of its components before weights."""
+    if label is None:
+        return [t.reward for t in group.trajectories if t.reward is not None]
+    return [t.reward_components[label] for t in group.trajectories if label in t.reward_components]
+
+
+def is_informative(metric: Sequence[float], config: FilterConfig) -> bool:
+    """Whether the filter keeps a group with these values, one a scored trajectory; no value at all is not kept."""
+    if config.keep == "all":
+        return True
+    if len(metric) == 0:
+        return False
+    if config.keep == "mean_between":
+        low, high = config.between
+        return low < float(np.mean(metric)) < high
+    if len(metric) == 1:
+        return config.group_of_one == "keep"
+    return spread(metric, config.measure) > config.tolerance
+
+
+def spread(metric: Sequence[float], measure: Literal["range", "sample_std", "population_std"]) -> float:
+    """How far the values, two or more, differ."""
+    if measure == "range":
+        return max(metric) - min(metric)
+    return float(np.std(metric, ddof=1 if measure == "sample_std" else 0))
