@@ -51,7 +51,9 @@ def test_sums_of_parts_add_up(pairs, cut):
     values, returns = torch.tensor(pairs, dtype=torch.float64).T
     parts = [value_sums(values[s], returns[s]) for s in (slice(0, cut), slice(cut, None))]
     added = ValueSums(*[sum(fields) for fields in zip(*parts, strict=True)])
-    assert torch.stack(list(added)).tolist() == pytest.approx(torch.stack(list(value_sums(values, returns))).tolist())
+    assert torch.stack(list(added)).tolist() == pytest.approx(
+        torch.stack(list(value_sums(values, returns))).tolist()
+    )
     if float(returns.var()) > 1e-3:
         expected = 1 - (returns - values).var() / returns.var()
         assert float(explained_variance(added)) == pytest.approx(float(expected), abs=1e-6)

@@ -29,8 +29,8 @@ def kl_estimate(
     clamp_log_ratio, clamp_estimate: cut d to [-c, c] before, and the result after; where a cut is made no gradient
     flows. verl and SkyRL cut k3 at 20 and 10; NeMo any estimator so; OpenRLHF any at 10 after; TRL nothing.
     gradient_of_k2: the value of the estimator with the gradient of d^2 / 2 (verl's `k3+`).
-    weight: [N], multiplies the estimate, with whatever gradient it carries: a ratio to the policy that sampled makes the
-    estimate unbiased off policy, exp(learner - stop_gradient(learner)) adds the score-function term to the gradient.
+    weight: [N], multiplies the estimate, with whatever gradient it carries: a ratio to the policy that sampled makes
+    the estimate unbiased off policy; exp(learner - stop_gradient(learner)) adds the score-function term.
     """
     log_ratio = learner_logprobs - ref_logprobs
     d = log_ratio if clamp_log_ratio is None else log_ratio.clamp(-clamp_log_ratio, clamp_log_ratio)

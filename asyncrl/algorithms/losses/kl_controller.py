@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from asyncrl.config.losses import KlControllerConfig
+
 
 class KlController(Protocol):
     coefficient: float
@@ -38,3 +40,9 @@ class AdaptiveKlController:
     def update(self, kl: float, num_samples: int) -> None:
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coefficient *= 1.0 + error * num_samples / self.horizon
+
+
+def build_kl_controller(config: KlControllerConfig) -> KlController:
+    if config.type == "fixed":
+        return FixedKlController(config.coef)
+    return AdaptiveKlController(config.coef, target=config.target, horizon=config.horizon)

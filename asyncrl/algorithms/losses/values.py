@@ -43,7 +43,7 @@ def _error(difference: Tensor, error: Literal["squared", "huber"], delta: float)
 class ValueSums(NamedTuple):
     """Sums over tokens, float64 scalars: add those of microbatches, all-reduce them over ranks, then ask."""
 
-    count: Tensor
+    tokens: Tensor
     returns: Tensor
     returns_squared: Tensor
     residuals: Tensor
@@ -55,7 +55,7 @@ def value_sums(values: Tensor, returns: Tensor) -> ValueSums:
     returns = returns.detach().double()
     residuals = returns - values.detach().double()
     return ValueSums(
-        count=returns.new_tensor(float(len(returns))),
+        tokens=returns.new_tensor(float(len(returns))),
         returns=returns.sum(),
         returns_squared=returns.square().sum(),
         residuals=residuals.sum(),
@@ -69,7 +69,7 @@ def explained_variance(sums: ValueSums, *, epsilon: float = 0.0) -> Tensor:
     Variances divide by n - 1 (it cancels unless epsilon is there; verl adds 1e-5). NaN for fewer than two tokens, and
     without epsilon where the returns do not vary: then there is nothing to explain.
     """
-    n = sums.count
+    n = sums.tokens
     residual = (sums.residuals_squared - sums.residuals.square() / n) / (n - 1)
     total = (sums.returns_squared - sums.returns.square() / n) / (n - 1)
     return 1.0 - residual / (total + epsilon)
