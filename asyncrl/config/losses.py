@@ -270,8 +270,6 @@ class LossConfig(Table):
     """The entropy bonus."""
     ptx: PtxConfig = PtxConfig()
     """Cross entropy beside the policy loss."""
-    off_policy_sequence_mask: AboveZero | None = None
-    """Leave out trajectories with A < 0 whose mean log-prob fell by more than this (DeepSeek-V3.2)."""
     top_entropy_share: Share | None = None
     """Only this share of tokens, those of highest entropy, keep their policy loss."""
 

@@ -404,6 +404,8 @@ def trl(case: Golden) -> tuple[dict, dict]:
     if "RLOO" in case.function:
         options = {"policy": {"type": "ppo", **clips, "ratio": "sequence_sum"}}
         return options | {"aggregation": {"mode": "seq-mean-token-mean"}}, {}
+    if "off_policy_mask_threshold" in params:
+        raise LeftOut(AFTER_MERGE)
     kind, level = params["loss_type"], params["importance_sampling_level"]
     if "GMPO" in case.function:
         kind, policy = "grpo", {"type": "gmpo", **clips}
@@ -422,7 +424,6 @@ def trl(case: Golden) -> tuple[dict, dict]:
     else:
         policy = {"type": "ppo", **clips, "max_ratio": params["delta"]}
     options: dict[str, Any] = {"policy": policy}
-    options["off_policy_sequence_mask"] = params.get("off_policy_mask_threshold")
     options["top_entropy_share"] = params.get("top_entropy_quantile")
     if params["beta"]:
         weight = "ratio" if params.get("use_bias_correction_kl") else "none"

@@ -114,7 +114,6 @@ def test_the_sum_over_microbatches_is_the_loss_of_the_mini_batch(kind, mode, cou
             "kl": {"coef": 0.1},
             "entropy": {"coef": 0.01},
             "ptx": {"positive_coef": 0.3},
-            "off_policy_sequence_mask": 0.5,
             "top_entropy_share": None if kind in ("clip_cov", "kl_cov") else 0.5,
         }
     )

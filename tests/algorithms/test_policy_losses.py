@@ -22,7 +22,6 @@ from asyncrl.algorithms.losses.sapo import soft_gated_loss
 from asyncrl.algorithms.losses.sequence import (
     gamma_weights,
     geometric_mean_surrogate,
-    on_policy_enough,
     vespo_loss,
 )
 from asyncrl.algorithms.segments import Segments
@@ -178,14 +177,6 @@ def test_vespo_weighs_with_the_gamma_kernel():
         [0.0, 0.0, 3.0],
     )
     assert (values, gradients) == ([0.0, 0.0, 6.0], [0.0, 0.0, -3.0])
-
-
-def test_a_bad_answer_that_the_policy_has_left_is_left_out():
-    # Mutations caught: good answers left out too; the drift upside down.
-    segments = Segments.of_counts([2, 2, 1])
-    learner, sampler = tensor([-3.0, -3.0, -3.0, -3.0, -1.0]), tensor([-1.0, -2.0, -1.0, -2.0, -3.0])
-    keep = on_policy_enough(learner, sampler, tensor([-1.0, -1.0, 1.0, 1.0, -1.0]), segments, threshold=1.0)
-    assert keep.tolist() == [False, False, True, True, True]
 
 
 def test_reinforce_importance_weighted_and_dro_by_hand():

@@ -16,7 +16,6 @@ from asyncrl.algorithms.losses.entropy import sampled_entropy_term
 from asyncrl.algorithms.losses.kl import kl_estimate
 from asyncrl.algorithms.losses.policy import LossTokens, logprobs_of, needed, policy_loss
 from asyncrl.algorithms.losses.reinforce import negative_log_likelihood
-from asyncrl.algorithms.losses.sequence import on_policy_enough
 from asyncrl.config.losses import AggregationConfig, EntropyConfig, KlConfig, LossConfig
 
 
@@ -52,13 +51,10 @@ def objective(config: LossConfig, tokens: LossTokens, counts: LossCounts) -> Obj
         "ppo_kl": tokens.proximal_logprobs - tokens.learner_logprobs.detach(),
     }
     loss = policy.loss
-    for weight in (
-        tokens.token_weights,
-        _off_policy_weight(config, tokens),
-        _selection_weight(config, tokens),
-    ):
-        if weight is not None:
-            loss = loss * weight
+    if tokens.token_weights is not None:
+        loss = loss * tokens.token_weights
+    if config.top_entropy_share is not None:
+        loss = loss * needed(tokens.selected, "selected")
     parts = {"policy": _aggregate(loss, tokens, counts.trained, config.aggregation)}
     if config.kl is not None:
         kl = kl_term(config.kl, tokens)
@@ -117,20 +113,3 @@ def _aggregate(values: Tensor, tokens: LossTokens, counts: Counts, config: Aggre
         counts=counts,
         group_index=tokens.group_index,
     )
-
-
-def _off_policy_weight(config: LossConfig, tokens: LossTokens) -> Tensor | None:
-    if config.off_policy_sequence_mask is None:
-        return None
-    sampler = tokens.proximal_logprobs if tokens.rollout_logprobs is None else tokens.rollout_logprobs
-    return on_policy_enough(
-        tokens.learner_logprobs,
-        sampler,
-        tokens.advantages,
-        tokens.segments,
-        threshold=config.off_policy_sequence_mask,
-    )
-
-
-def _selection_weight(config: LossConfig, tokens: LossTokens) -> Tensor | None:
-    return None if config.top_entropy_share is None else needed(tokens.selected, "selected")

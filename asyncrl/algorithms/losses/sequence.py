@@ -1,4 +1,4 @@
-"""Losses whose ratio belongs to a whole trajectory: GMPO, VESPO, and the off-policy mask of DeepSeek-V3.2.
+"""Losses whose ratio belongs to a whole trajectory: GMPO and VESPO.
 
 GSPO is PPO's clip of a sequence ratio (ratios.py: `sequence`, `sequence_token`), RLOO that of `sequence_sum`. LUSPO is
 GSPO aggregated with seq-mean-token-sum. What a trajectory has one of stands here at each of its tokens: [N].
@@ -64,21 +64,3 @@ def gamma_weights(
 def vespo_loss(learner_logprobs: Tensor, advantages: Tensor, weights: Tensor) -> TokenLoss:
     """-phi A log pi, with phi from gamma_weights; [N] each. Diagnostic vespo_phi."""
     return TokenLoss(-weights * advantages * learner_logprobs, {"vespo_phi": weights})
-
-
-def on_policy_enough(
-    learner_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    advantages: Tensor,
-    segments: Segments,
-    *,
-    threshold: float,
-) -> Tensor:
-    """[N] bool: False for a trajectory with a negative advantage and mean(sampler - learner) above `threshold`.
-
-    A bad answer that the policy would hardly give any more teaches little and disturbs much (DeepSeek-V3.2,
-    arXiv:2512.02556). Multiply the policy loss with it; the token counts of the aggregation stay. Each token goes by
-    its own advantage's sign: give one advantage a trajectory.
-    """
-    drift = segments.mean((sampler_logprobs - learner_logprobs).detach())
-    return (advantages >= 0) | segments.spread(drift <= threshold)
