@@ -157,7 +157,7 @@ class DroLoss(Table):
 
 
 class VespoLoss(Table):
-    """VESPO: -phi(w) A log pi, phi(w) = e^lambda w^k e^(-lambda w) of the trajectory's ratio w."""
+    """VESPO (arXiv:2602.10693): -phi(w) A log pi, phi(w) = e^lambda w^k e^(-lambda w) of the trajectory's ratio w."""
 
     type: Literal["vespo"] = "vespo"
     k_positive: AboveZero = 2.0

@@ -121,6 +121,10 @@ def test_dppo_goes_by_probabilities_and_by_the_direction_of_the_push():
     anchor = tensor([0.3, 0.3, 0.001, 0.5]).log()
     keep = within_trust_region(learner, anchor, tensor([1.0, -1.0, 1.0, -1.0]), delta_low=0.3, delta_high=0.1)
     assert keep.tolist() == [False, True, True, True]
+    coming_back = within_trust_region(
+        learner, anchor, tensor([-1.0, -1.0, -1.0, 1.0]), delta_low=0.0, delta_high=0.0
+    )
+    assert coming_back.all()
     assert near_in_probability(learner, anchor, threshold=0.1).tolist() == [False, False, True, False]
     # KL of Bernoulli(0.3) to Bernoulli(0.5) is 0.082.
     for delta, kept in ((0.08, False), (0.09, True)):
@@ -169,7 +173,8 @@ def test_vespo_weighs_with_the_gamma_kernel():
     # Mutations caught: not 1 at ratio 1, the parameters of the two signs swapped, a gradient through phi.
     segments = Segments.of_counts([2, 1])
     log_ratio = tensor([LOG2 / 2, LOG2 / 2, 0.0])
-    phi = gamma_weights(log_ratio, tensor([-1.0, -1.0, 1.0]), segments)
+    phi = gamma_weights(log_ratio.requires_grad_(), tensor([-1.0, -1.0, 1.0]), segments)
+    assert not phi.requires_grad
     assert phi.tolist() == pytest.approx([math.exp(2) * 8 * math.exp(-4)] * 2 + [1.0])
     values, gradients = value_and_gradient(
         lambda learner, advantages: vespo_loss(learner, advantages, phi).loss,

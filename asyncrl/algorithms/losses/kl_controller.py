@@ -29,7 +29,7 @@ class FixedKlController:
 class AdaptiveKlController:
     """coefficient *= 1 + error * num_samples / horizon, error = kl / target - 1 cut to [-0.2, 0.2].
 
-    Proportional control in log space: arXiv:1909.08593, section 2.2. The state to checkpoint is `coefficient`; every
+    Proportional control in log space: arXiv:1909.08593. The state to checkpoint is `coefficient`; every
     rank must see the same kl (all-reduced), or the ranks drift apart.
     """
 

@@ -36,9 +36,9 @@ def importance_ratio(
 
     token           exp(l_t), l_t = learner_t - anchor_t. PPO: arXiv:1707.06347.
     sequence        exp(mean of l over the trajectory), the same at each of its tokens; the gradient flows through the
-                    mean. GSPO: arXiv:2507.18071, section 4.1.
-    sequence_token  the same value, but each token passes the gradient of its own log-prob only: GSPO-token, ibid.,
-                    section 4.3. With one advantage a trajectory both give the same gradient.
+                    mean. GSPO: arXiv:2507.18071.
+    sequence_token  the same value, but each token passes the gradient of its own log-prob only: GSPO-token, in
+                    the same paper. With one advantage a trajectory both give the same gradient.
     sequence_sum    exp(sum of l over the trajectory): the likelihood ratio of the whole completion (RLOO:
                     arXiv:2402.14740).
 

@@ -52,7 +52,7 @@ def gamma_weights(
 ) -> Tensor:
     """phi(w) = e^lambda w^k e^(-lambda w) of the trajectory's ratio w = exp(sum of log ratios), [N]; 1 at w = 1.
 
-    k and lambda by the sign of the advantage (0 counts as positive). The reshaping kernel of VESPO; no gradient.
+    k and lambda by the sign of the advantage (0 counts as positive). The reshaping kernel of VESPO (arXiv:2602.10693); no gradient.
     """
     total = segments.spread(segments.sum(log_ratio.detach()))
     positive = advantages >= 0
