@@ -102,14 +102,14 @@ def entropy_term(config: EntropyConfig, tokens: LossTokens) -> Tensor:
     return needed(tokens.entropy, "entropy")
 
 
-def _aggregate(values: Tensor, tokens: LossTokens, counts: Counts, config: AggregationConfig) -> Tensor:
+def _aggregate(values: Tensor, tokens: LossTokens, counts: Counts, aggregation: AggregationConfig) -> Tensor:
     return aggregate(
         values,
         tokens.segments,
-        mode=config.mode,
-        length=config.length,
-        divide_by=config.divide_by,
-        at_least=config.at_least,
+        mode=aggregation.mode,
+        length=aggregation.length,
+        divide_by=aggregation.divide_by,
+        at_least=aggregation.at_least,
         counts=counts,
         group_index=tokens.group_index,
     )

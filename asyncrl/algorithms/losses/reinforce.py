@@ -8,7 +8,7 @@ from asyncrl.algorithms.losses.token_loss import TokenLoss
 
 
 def reinforce_loss(learner_logprobs: Tensor, advantages: Tensor) -> TokenLoss:
-    """-A log pi; [N] each. With the advantages of GPG (arXiv:2504.02546) it is GPG."""
+    """-A log pi; [N] each. With the advantages of GPG (Group Policy Gradient) it is GPG."""
     return TokenLoss(-advantages * learner_logprobs, {})
 
 

@@ -52,7 +52,8 @@ def gamma_weights(
 ) -> Tensor:
     """phi(w) = e^lambda w^k e^(-lambda w) of the trajectory's ratio w = exp(sum of log ratios), [N]; 1 at w = 1.
 
-    k and lambda by the sign of the advantage (0 counts as positive). The reshaping kernel of VESPO (arXiv:2602.10693); no gradient.
+    k and lambda by the sign of the advantage (0 counts as positive). No gradient. The reshaping kernel of VESPO:
+    arXiv:2602.10693.
     """
     total = segments.spread(segments.sum(log_ratio.detach()))
     positive = advantages >= 0
