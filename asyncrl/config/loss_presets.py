@@ -115,6 +115,10 @@ LOSS_PRESETS: dict[str, dict[str, Options]] = {
     "deepspeed_chat": {"ppo": {"policy": UNBOUNDED}},
 }
 
+ValuePeer = Literal["areal", "deepspeed_chat", "nemo_rl", "openrlhf", "skyrl", "trl", "verl"]
+VALUE_PEERS = get_args(ValuePeer)
+"""Those with a critic."""
+
 VALUE_PRESETS: dict[str, Options] = {
     "verl": {"clip": 0.5, "aggregation": {"at_least": 0.0}},
     "openrlhf": {"clip": 0.5, "aggregation": {"at_least": 0.0}},
@@ -135,11 +139,23 @@ def with_preset(options: Options) -> Options:
     if not isinstance(policy, dict):
         return options
     presets = LOSS_PRESETS[peer]
-    merged: Options = {"policy": {"type": "ppo"}}
-    for layer in (presets.get("any", {}), presets.get(policy.get("type", "ppo"), {}), options):
+    defaults: Options = {"policy": {"type": "ppo"}}
+    merged = _layered(defaults, presets.get("any", {}), presets.get(policy.get("type", "ppo"), {}), options)
+    if options.get("kl") is None:
+        merged.pop("kl", None)
+    return merged
+
+
+def with_value_preset(options: Options) -> Options:
+    """The options of a ValueLossConfig on top of its preset's."""
+    return _layered(VALUE_PRESETS.get(str(options.get("preset")), {}), options)
+
+
+def _layered(*layers: Options) -> Options:
+    """Later ones win, table by table and key by key."""
+    merged: Options = {}
+    for layer in layers:
         for name, value in layer.items():
             both = isinstance(value, dict) and isinstance(merged.get(name), dict)
             merged[name] = {**merged[name], **value} if both else value
-    if options.get("kl") is None:
-        merged.pop("kl", None)
     return merged

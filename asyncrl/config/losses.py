@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.loss_presets import PEERS, with_preset
+from asyncrl.config.loss_presets import PEERS, VALUE_PEERS, with_preset, with_value_preset
 from asyncrl.config.table import Table
 
 AboveZero = Annotated[float, Field(gt=0)]
@@ -282,6 +282,8 @@ class LossConfig(Table):
 class ValueLossConfig(Table):
     """The critic's loss."""
 
+    preset: Literal[VALUE_PEERS] | None = None  # pyright: ignore[reportInvalidTypeForm]
+    """Start from a peer's conventions."""
     clip: AboveZero | None = 0.2
     """New values may leave the old ones by this; None: freely."""
     error: Literal["squared", "huber"] = "squared"
@@ -290,6 +292,11 @@ class ValueLossConfig(Table):
     """Where `huber` turns linear."""
     aggregation: AggregationConfig = AggregationConfig()
     """Of the tokens' errors."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_below(cls, value: Any) -> Any:
+        return with_value_preset(value) if isinstance(value, dict) else value
 
 
 class KlControllerConfig(Table):

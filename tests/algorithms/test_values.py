@@ -9,7 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.losses.values import ValueSums, explained_variance, value_loss, value_sums
+from asyncrl.algorithms.losses import Counts
+from asyncrl.algorithms.losses.values import (
+    ValueSums,
+    critic_objective,
+    explained_variance,
+    value_loss,
+    value_sums,
+)
+from asyncrl.algorithms.segments import Segments
+from asyncrl.config.losses import ValueLossConfig
 
 
 def test_the_clip_takes_the_larger_error_and_cuts_the_gradient_when_it_decides():
@@ -29,6 +38,18 @@ def test_without_a_clip_and_with_huber():
     values, zeros = torch.tensor([1.0, 30.0]), torch.zeros(2)
     assert value_loss(values, zeros, zeros).loss.tolist() == [0.5, 450.0]
     assert value_loss(values, zeros, zeros, error="huber").loss.tolist() == [0.5, 10.0 * (30.0 - 5.0)]
+
+
+def test_the_critic_objective_is_a_share_of_the_mini_batch():
+    # Mutations caught: the clip not handed on; the microbatch's own count.
+    config = ValueLossConfig.model_validate({"preset": "verl", "clip": 0.2})
+    segments = Segments.of_counts([2])
+    share, diagnostics = critic_objective(
+        config, torch.ones(2), torch.zeros(2), torch.ones(2), segments, counts=Counts(4, 2, 2, 2)
+    )
+    assert float(share) == pytest.approx(2 * 0.8**2 / 2 / 4)
+    assert diagnostics["vf_clipfrac"].all()
+    assert ValueLossConfig.model_validate({"preset": "verl"}).clip == 0.5
 
 
 def test_explained_variance_by_hand():

@@ -7,7 +7,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.losses.aggregation import Counts, aggregate
 from asyncrl.algorithms.losses.token_loss import TokenLoss
+from asyncrl.algorithms.segments import Segments
+from asyncrl.config.losses import ValueLossConfig
 
 
 def value_loss(
@@ -38,6 +41,34 @@ def _error(difference: Tensor, error: Literal["squared", "huber"], delta: float)
     return torch.nn.functional.huber_loss(
         difference, torch.zeros_like(difference), reduction="none", delta=delta
     )
+
+
+def critic_objective(
+    config: ValueLossConfig,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    segments: Segments,
+    *,
+    counts: Counts | None = None,
+    group_index: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(this microbatch's share of the mini-batch's value loss, metric -> [N]); counts are the whole mini-batch's."""
+    loss, diagnostics = value_loss(
+        values, old_values, returns, clip=config.clip, error=config.error, huber_delta=config.huber_delta
+    )
+    aggregation = config.aggregation
+    share = aggregate(
+        loss,
+        segments,
+        mode=aggregation.mode,
+        length=aggregation.length,
+        divide_by=aggregation.divide_by,
+        at_least=aggregation.at_least,
+        counts=counts,
+        group_index=group_index,
+    )
+    return share, diagnostics
 
 
 class ValueSums(NamedTuple):
