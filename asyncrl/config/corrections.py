@@ -78,7 +78,7 @@ class BoundsRejection(Table):
 
 
 class M2poRejection(Table):
-    """M2PO (arXiv:2510.01161): drops the largest (log ratio)^2 of the batch until the rest's mean is below `threshold`."""
+    """M2PO (arXiv:2510.01161): drops the batch's largest (log ratio)^2 until the rest's mean is under `threshold`."""
 
     type: Literal["m2po"] = "m2po"
     threshold: Annotated[float, Field(gt=0)] = 0.04

@@ -17,7 +17,7 @@ from asyncrl.algorithms.correction import Correction, Policies, correct, report
 from asyncrl.config.corrections import OffPolicyCorrection
 from tests.algorithms.goldens import Golden, LeftOut, as_tensor, assert_equal
 
-UNCUT = {"max_log_ratio": None}
+UNCUT: dict[str, Any] = {"max_log_ratio": None}
 
 
 def replay(case: Golden) -> None:

@@ -13,7 +13,6 @@ from asyncrl.algorithms.correction.weights import AllReduce, is_above, is_below
 from asyncrl.algorithms.segments import Segments
 from asyncrl.config.corrections import BoundsRejection
 
-
 INFINITY_BITS = 0x7F800000
 """Of a float32. Those of smaller floats above 0 are smaller, those of a NaN larger."""
 
