@@ -136,7 +136,7 @@ VERL_WEIGHTS: dict[str, str | float] = {
 
 def _verl(case: Golden) -> None:
     params = case.params
-    options = {"weight": _verl_weight(params), "rejections": _verl_rejections(params)}
+    options: dict[str, Any] = {"weight": _verl_weight(params), "rejections": _verl_rejections(params)}
     if preset := params.get("preset"):
         options = {"preset": preset} | {key: value for key, value in options.items() if value != ()}
         config = OffPolicyCorrection(preset=preset)
@@ -376,7 +376,7 @@ def _open_instruct(case: Golden) -> None:
         criterion = {"statistic": "ratio_deviation", "over": "mean", "only": "diverging"}
     else:
         criterion = {"statistic": "ratio", "over": "mean" if level == "geometric" else "token"}
-    options = {
+    options: dict[str, Any] = {
         "max_log_ratio": 10.0,
         "weight": {
             "level": level,
