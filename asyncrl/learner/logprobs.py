@@ -20,14 +20,19 @@ def linear_logprobs(
     *,
     temperature: float,
     chunk_tokens: int,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperature) at `target`, and the entropy of that distribution.
 
     hidden [N, H], weight [V, H], bias [V], target [N] -> (log-probs [N], entropies [N]), in float32 (float64
     for float64 inputs). At most `chunk_tokens` rows of logits exist at once, forward and backward: the backward
-    pass computes them again. Log-probs carry gradients to hidden, weight and bias; the entropy carries none.
+    pass computes them again. Log-probs carry gradients to hidden, weight and bias; the entropy carries its own only
+    with `entropy_gradient`, for an entropy term in the loss. That takes a second array of the chunk's size in the
+    backward pass, and logits are taken around their maximum, which keeps the entropy exact where they are huge.
     """
-    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, bias, target, temperature, chunk_tokens)
+    logprobs, entropy = _LinearLogprobs.apply(
+        hidden, weight, bias, target, temperature, chunk_tokens, entropy_gradient
+    )
     return logprobs, entropy
 
 
@@ -41,17 +46,22 @@ class _LinearLogprobs(torch.autograd.Function):
         target: Tensor,
         temperature: float,
         chunk_tokens: int,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, bias, target)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
+        ctx.entropy_gradient = entropy_gradient
         logprobs = hidden.new_empty(len(hidden), dtype=_precise(hidden.dtype))
         entropy = torch.empty_like(logprobs)
         for rows in _chunks(len(hidden), chunk_tokens):
-            log_softmax = _log_softmax(hidden[rows], weight, bias, temperature)
+            log_softmax = _log_softmax(hidden[rows], weight, bias, temperature, centre=entropy_gradient)
             logprobs[rows] = log_softmax.gather(1, target[rows, None]).squeeze(1)
             entropy[rows] = -(log_softmax.exp().mul_(log_softmax)).sum(1)
-        ctx.mark_non_differentiable(entropy)
+        if entropy_gradient:
+            ctx.save_for_backward(hidden, weight, bias, target, entropy)
+        else:
+            ctx.save_for_backward(hidden, weight, bias, target)
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
@@ -59,8 +69,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        grad = grads[0]
-        hidden, weight, bias, target = ctx.saved_tensors
+        grad, grad_entropy = grads
+        hidden, weight, bias, target, *saved_entropy = ctx.saved_tensors
         precise = _precise(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=precise)
@@ -68,7 +78,18 @@ class _LinearLogprobs(torch.autograd.Function):
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
             # d logprob[target] / d logits = (one_hot(target) - softmax) / temperature
             scale = (grad[rows] / ctx.temperature)[:, None]
-            grad_logits = _log_softmax(hidden[rows], weight, bias, ctx.temperature).exp_().mul_(-scale)
+            log_softmax = _log_softmax(
+                hidden[rows], weight, bias, ctx.temperature, centre=ctx.entropy_gradient
+            )
+            if ctx.entropy_gradient:
+                # d entropy / d logits = -softmax * (log softmax + entropy) / temperature
+                entropy_scale = (grad_entropy[rows] / ctx.temperature)[:, None]
+                softmax = log_softmax.exp()
+                grad_logits = log_softmax.add_(saved_entropy[0][rows, None]).mul_(-entropy_scale)
+                grad_logits.sub_(scale).mul_(softmax)
+                del softmax
+            else:
+                grad_logits = log_softmax.exp_().mul_(-scale)
             grad_logits.scatter_add_(1, target[rows, None], scale)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
@@ -82,14 +103,22 @@ class _LinearLogprobs(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """[n, V] in a precise dtype; the only tensor of that size that outlives this call."""
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, *, centre: bool
+) -> Tensor:
+    """[n, V] in a precise dtype; the only tensor of that size that outlives this call.
+
+    `centre` subtracts the largest logit first: log(sum exp) is then at most log V and loses no digits beside it.
+    """
     logits = torch.nn.functional.linear(hidden, weight, bias).to(_precise(hidden.dtype))
     if temperature != 1.0:
         logits /= temperature
+    if centre:
+        logits -= logits.amax(1, keepdim=True)
     logits -= logits.logsumexp(1, keepdim=True)
     return logits
 

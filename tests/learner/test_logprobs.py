@@ -33,6 +33,52 @@ def test_gradients_are_those_of_finite_differences(chunk_tokens, has_bias):
     assert torch.autograd.gradcheck(logprobs, (hidden, weight, bias))
 
 
+# Mutations caught: the entropy left out of its gradient's (log p + H); its temperature left out; a gradient of the
+# log-probs alone, or of the entropy alone; the weight's gradient taken without the entropy's share.
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_entropy_gradients_are_those_of_finite_differences(chunk_tokens, has_bias):
+    hidden, weight, bias, target = random_case(5, 4, 6)
+
+    def both(hidden, weight, bias):
+        return linear_logprobs(
+            hidden,
+            weight,
+            bias if has_bias else None,
+            target,
+            temperature=0.6,
+            chunk_tokens=chunk_tokens,
+            entropy_gradient=True,
+        )
+
+    assert torch.autograd.gradcheck(both, (hidden, weight, bias))
+
+
+def test_the_log_probs_gradient_does_not_depend_on_whether_the_entropy_has_one():
+    found = []
+    for entropy_gradient in (False, True):
+        hidden, weight, bias, target = random_case(9, 4, 13)
+        logprobs, entropy = linear_logprobs(
+            hidden, weight, bias, target, temperature=0.6, chunk_tokens=4, entropy_gradient=entropy_gradient
+        )
+        assert entropy.requires_grad == entropy_gradient
+        (logprobs * torch.arange(9)).sum().backward()
+        found.append((logprobs, entropy.detach(), hidden.grad, weight.grad, bias.grad))
+    for without, with_entropy in zip(*found, strict=True):
+        torch.testing.assert_close(without, with_entropy, rtol=1e-12, atol=1e-12)
+
+
+def test_entropy_of_huge_logits_is_exact_with_gradients():
+    # Mutation caught: logits that are not taken around their maximum, whose float32 has steps of 0.0625 at 1e6: the
+    # log-probs of two equal logits are then 0 or -0.6875, not -0.693147, and the entropy is off by as much.
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[1e6], [1e6], [-1e6]])
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, None, torch.tensor([1]), temperature=1.0, chunk_tokens=8, entropy_gradient=True
+    )
+    assert float(entropy) == pytest.approx(0.693147, abs=1e-6)
+    assert float(logprobs) == pytest.approx(-0.693147, abs=1e-6)
+
+
 def test_values_equal_torch_for_each_chunk_size():
     hidden, weight, bias, target = random_case(9, 4, 13, torch.float32)
     distribution = torch.distributions.Categorical(logits=(hidden @ weight.T + bias).detach() / 0.6)
@@ -80,13 +126,20 @@ class LargestResult(TorchDispatchMode):
         return result
 
 
-def test_all_logits_never_exist_at_once():
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_all_logits_never_exist_at_once(entropy_gradient):
     # Mutation caught: ignoring chunk_tokens in either pass (64 x 50 elements instead of 8 x 50).
     num_tokens, vocabulary, chunk_tokens = 64, 50, 8
     hidden, weight, _, target = random_case(num_tokens, 4, vocabulary, torch.float32)
     with LargestResult() as largest:
-        logprobs, _ = linear_logprobs(
-            hidden, weight, None, target, temperature=1.0, chunk_tokens=chunk_tokens
+        logprobs, entropy = linear_logprobs(
+            hidden,
+            weight,
+            None,
+            target,
+            temperature=1.0,
+            chunk_tokens=chunk_tokens,
+            entropy_gradient=entropy_gradient,
         )
-        logprobs.sum().backward()
+        (logprobs.sum() + entropy.sum()).backward()
     assert largest.num_elements == chunk_tokens * vocabulary
