@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.advantage_presets import Peer
-from asyncrl.config.advantages import AdvantagesConfig, OutcomeAdvantages
+from asyncrl.config.advantages import AdvantagesConfig, GaeAdvantages, OutcomeAdvantages
 from asyncrl.config.corrections import OffPolicyCorrection
 from asyncrl.config.losses import KlControllerConfig, LossConfig, ValueLossConfig
-from asyncrl.config.recipes import find_recipe, merged
+from asyncrl.config.correction_presets import CORRECTION_PRESETS
+from asyncrl.config.recipes import check_stages, find_recipe, merged
 from asyncrl.config.shaping import FilterConfig, ShapingConfig
 from asyncrl.config.table import Positive, Table
 
@@ -101,8 +102,7 @@ class AlgorithmConfig(Table):
         tree = merged(recipe.options, value)
         tree["stages"] = value.get("stages") or recipe.stages
         if (peer := value.get("preset")) in get_args(Peer):
-            for part in ("advantages", "loss", "correction"):
-                _put_preset(tree, part, peer)
+            _put_preset(tree, peer)
         return tree
 
     @field_validator("stages")
@@ -111,7 +111,37 @@ class AlgorithmConfig(Table):
         check_stages(value)
         return value
 
+    @model_validator(mode="after")
+    def _combinations(self) -> AlgorithmConfig:
+        if isinstance(self.advantages, GaeAdvantages) and (self.critic is None or "values" not in self.stages):
+            raise ValueError(
+                "advantages of type gae read the values of a critic; set critic: {} and the stages of the recipe ppo, or "
+                "other advantages"
+            )
+        if self.critic is not None and "critic" not in self.stages:
+            raise ValueError(
+                f"critic: the stages of {self.type!r} have none; leave it out, or use the recipe ppo"
+            )
+        rejects = bool(self.correction.rejections) and self.correction.denominator == "kept"
+        if rejects and (self.loss.ptx.coef or self.loss.ptx.positive_coef):
+            raise ValueError(
+                "correction.denominator kept and loss.ptx divide by two counts of which one is known only afterwards; "
+                "set denominator: all"
+            )
+        return self
+
     @property
     def needs_reference(self) -> bool:
         """Whether some term reads the reference model."""
         return self.kl_reward is not None or (self.loss.kl is not None and self.loss.kl.reference == "ref")
+
+
+def _put_preset(tree: dict[str, Any], peer: str) -> None:
+    """The peer's preset into each table that names none and has one of that peer."""
+    for part in ("advantages", "loss", "correction"):
+        if part == "correction" and peer not in CORRECTION_PRESETS:
+            continue
+        table = tree.get(part, {})
+        table = {"type": table} if isinstance(table, str) else table
+        if isinstance(table, dict):
+            tree[part] = {"preset": peer, **table}

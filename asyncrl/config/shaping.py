@@ -15,10 +15,10 @@ class OverlongPenalty(Table):
     """Soft punishment of long answers (DAPO, arXiv:2503.14476): 0 up to max_tokens - buffer_tokens, falling linearly
     to -factor at max_tokens."""
 
-    max_tokens: Positive
-    """The length at which the penalty is `factor`: usually rollout.max_completion_tokens. Tokens."""
-    buffer_tokens: Positive
-    """Over how many tokens it grows. Tokens."""
+    max_tokens: Positive | None = None
+    """The length at which the penalty is `factor`; null: rollout.max_completion_tokens. Tokens."""
+    buffer_tokens: Positive | None = None
+    """Over how many tokens it grows; null: a fifth of max_tokens. Tokens."""
     factor: NonNegative = 1.0
     """The penalty at max_tokens, in units of the reward."""
     beyond: Literal["cap", "grow"] = "cap"
@@ -26,7 +26,7 @@ class OverlongPenalty(Table):
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:
-        if self.buffer_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.buffer_tokens is not None and self.buffer_tokens > self.max_tokens:
             raise ValueError(
                 f"buffer_tokens ({self.buffer_tokens}) must be at most max_tokens ({self.max_tokens})"
             )

@@ -1,0 +1,175 @@
+"""The built-in recipes: which stages a batch goes through, in order, and their options.
+
+Read a recipe downwards. `filter`, `shape` and `shuffle` run in the coordinator, a group at a time or on the plan; all
+others run on the learner ranks (learner/stages.py), those up to `whiten` once a batch, the rest once a mini-batch.
+A stage whose options ask for nothing (no reference model, no KL) costs nothing.
+
+Your own: `algorithm: my_module:my_recipe` names a Recipe; `algorithm.stages` takes `my_module:my_stage`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a stage reads and leaves behind."""
+
+    does: str
+    needs: tuple[str, ...] = ()
+    """Stages that must stand before it, where the recipe has them at all or not."""
+
+
+STAGES: dict[str, Stage] = {
+    # the coordinator, as a group arrives
+    "filter": Stage("leaves out groups that teach nothing; others take their place"),
+    "shape": Stage("rewards of long or unfinished answers"),
+    "shuffle": Stage("deals the groups to mini-batches in a random order instead of theirs"),
+    # the ranks, once a batch
+    "score": Stage("proximal log-probs: of the learner before the batch's first step"),
+    "reference": Stage("log-probs of the frozen reference model"),
+    "values": Stage("the critic's value of every token"),
+    "kl_reward": Stage("subtracts the KL from the rewards", needs=("score", "reference")),
+    "advantage": Stage("rewards, and values, to one advantage a token"),
+    "whiten": Stage("advantages to mean 0 and deviation 1", needs=("advantage",)),
+    # the ranks, once a mini-batch
+    "correct": Stage("off-policy correction: weights and rejected tokens", needs=("score",)),
+    "loss": Stage("policy loss, KL, entropy", needs=("advantage",)),
+    "critic": Stage("value loss, and the critic's step", needs=("values", "advantage")),
+    "update": Stage("the optimizer's step", needs=("loss",)),
+}
+
+BY_REWARD = (
+    "filter",
+    "shape",
+    "score",
+    "reference",
+    "kl_reward",
+    "advantage",
+    "whiten",
+    "correct",
+    "loss",
+    "update",
+)
+"""Rewards against rewards: the stages of every recipe without a critic."""
+BY_CRITIC = (
+    "filter",
+    "shape",
+    "shuffle",
+    "score",
+    "reference",
+    "values",
+    "kl_reward",
+    "advantage",
+    "whiten",
+    "correct",
+    "loss",
+    "update",
+    "critic",
+)
+"""Rewards against a value model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Stages, and options of the table `algorithm` that a user's own win over."""
+
+    stages: tuple[str, ...] = BY_REWARD
+    options: Options = field(default_factory=dict)
+
+
+RECIPES: dict[str, Recipe] = {
+    # Group-relative policy optimization, arXiv:2402.03300
+    "grpo": Recipe(),
+    # No division by the deviation, a constant instead of each length: arXiv:2503.20783
+    "dr_grpo": Recipe(
+        options={"advantages": {"type": "dr_grpo"}, "loss": {"aggregation": {"mode": "seq-mean-token-sum-norm"}}}
+    ),
+    # Clip-higher, dynamic sampling, overlong penalty, token mean: arXiv:2503.14476
+    "dapo": Recipe(
+        options={
+            "filter": {"keep": "spread"},
+            "shaping": {"overlong": {}},
+            "loss": {"policy": {"type": "ppo", "clip_low": 0.2, "clip_high": 0.28}},
+        }
+    ),
+    # REINFORCE leave-one-out, arXiv:2402.14740
+    "rloo": Recipe(options={"advantages": {"type": "rloo"}}),
+    # REINFORCE++ and its form with the group's mean as baseline, arXiv:2501.03262
+    "reinforce_pp": Recipe(options={"advantages": {"type": "reinforce_plus_plus"}}),
+    "reinforce_pp_baseline": Recipe(options={"advantages": {"type": "reinforce_plus_plus_baseline"}}),
+    # One clipped ratio a trajectory, arXiv:2507.18071
+    "gspo": Recipe(
+        options={"loss": {"policy": {"type": "gspo"}, "aggregation": {"mode": "seq-mean-token-mean"}}}
+    ),
+    # Clipped importance weights, no token loses its gradient: arXiv:2506.13585
+    "cispo": Recipe(options={"loss": {"policy": {"type": "cispo"}}}),
+    # A critic, arXiv:1707.06347; on language models arXiv:2203.02155
+    "ppo": Recipe(BY_CRITIC, {"advantages": {"type": "gae", "lam": 0.95}, "critic": {}}),
+    # Three policies: clipped against the recomputed one, weighted against the sampler: arXiv:2505.24298
+    "decoupled_ppo": Recipe(options={"advantages": {"type": "grpo", "whiten": {}}, "correction": {"preset": "areal"}}),
+    # The reward of a greedy answer is the baseline, arXiv:2310.10505
+    "remax": Recipe(options={"advantages": {"type": "remax"}}),
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """By name, or `module:attr`. Raises ValueError with the nearest name, or why it cannot be imported."""
+    if name in RECIPES:
+        return RECIPES[name]
+    module, separator, attr = name.partition(":")
+    if not separator:
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(
+            f"{name!r} is no recipe{meant}; there are {', '.join(RECIPES)}, and module:attr for your own"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), attr)
+    except Exception as error:
+        raise ValueError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Recipe):
+        raise ValueError(f"{name!r} is a {type(found).__name__}; name a Recipe of asyncrl.config.recipes")
+    return found
+
+
+def check_stages(stages: Sequence[str]) -> None:
+    """Raises ValueError for a stage that does not exist, stands twice, or before one that it builds on."""
+    for position, name in enumerate(stages):
+        if ":" in name:
+            continue
+        if name not in STAGES:
+            near = difflib.get_close_matches(name, STAGES, n=1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"{name!r} is no stage{meant}; there are {', '.join(STAGES)}, and module:attr for your own")
+        if name in stages[:position]:
+            raise ValueError(f"stage {name!r} stands twice; leave one out")
+        for needed in STAGES[name].needs:
+            if needed not in stages[:position]:
+                raise ValueError(f"stage {name!r} needs {needed!r} before it; put it there")
+    for last in ("loss", "update"):
+        if last not in stages:
+            raise ValueError(f"a recipe needs the stage {last!r}; add it")
+
+
+def merged(below: Options, above: Options) -> Options:
+    """`above` over `below`, table by table. What names another type, or is no table, replaces what is below."""
+    tree = dict(below)
+    for key, value in above.items():
+        old = tree.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and value.get("type", old.get("type")) == old.get("type"):
+            tree[key] = merged(old, value)
+        else:
+            tree[key] = value
+    return tree
