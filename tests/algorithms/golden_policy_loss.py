@@ -13,17 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.losses import Counts, aggregate, bounded_exp
+from asyncrl.algorithms.correction import Policies, correct
+from asyncrl.algorithms.losses import Counts, bounded_exp
 from asyncrl.algorithms.losses.entropy import top_entropy_tokens
 from asyncrl.algorithms.losses.kl import kl_estimate
 from asyncrl.algorithms.losses.objective import LossCounts, objective
 from asyncrl.algorithms.losses.policy import LossTokens, select_tokens
 from asyncrl.algorithms.losses.sequence import gamma_weights
+from asyncrl.algorithms.segments import Segments
+from asyncrl.config.corrections import OffPolicyCorrection
 from asyncrl.config.losses import LossConfig
 from tests.algorithms.goldens import Golden, LeftOut, as_tensor, assert_equal
 from tests.algorithms.loss_cases import compare_gradients, flat_leaf
+from tests.algorithms.peer_corrections import correction_options
 
-AFTER_MERGE = "correction: after merge"
 SUM = {"mode": "token-sum"}
 
 
@@ -40,7 +43,7 @@ def replay(case: Golden) -> None:
     learner = flat_leaf(case, "log_probs")
     tokens = LossTokens(
         learner_logprobs=learner,
-        proximal_logprobs=case.flat("old_log_probs") if "old_log_probs" in case.inputs else learner.detach(),
+        proximal_logprobs=proximal(case),
         advantages=spread(case, "advantages"),
         segments=case.segments,
         rollout_logprobs=optional(case, "rollout_log_probs"),
@@ -50,9 +53,16 @@ def replay(case: Golden) -> None:
         token_weights=batch.pop("token_weights", None),
         positive=batch.pop("positive", None),
     )
-    tokens = with_selection(config, tokens)
-    trained = batch.pop("counts", None) or Counts.of(tokens.segments, tokens.group_index)
+    tokens = replace(tokens, selected=select_tokens(config, tokens))
+    counted = torch.ones_like(learner, dtype=torch.bool)
+    if (correction_of := correction_options(case)) is not None:
+        tokens, counted = corrected(tokens, OffPolicyCorrection.model_validate(correction_of))
+    trained = batch.pop("counts", None) or Counts.of(
+        Segments(tokens.segments.index[counted], tokens.segments.num_trajectories), tokens.group_index
+    )
     found = objective(config, tokens, LossCounts(trained, **batch))
+    if not counted.any():
+        raise LeftOut("everything rejected: a NaN loss with a gradient of 0")
     found.loss.backward()
     compare_gradients(case, {"log_probs": learner})
     if (
@@ -62,7 +72,7 @@ def replay(case: Golden) -> None:
     ):
         raise LeftOut("gradient equal; the loss has a constant for a row without tokens")
     assert_equal(case, "loss", found.loss, case.output("loss"))
-    compare_metrics(case, found.diagnostics)
+    compare_metrics(case, found.diagnostics, counted)
 
 
 METRICS = {
@@ -83,7 +93,7 @@ METRICS = {
 """A peer's metric -> our diagnostic; a number is a mean over trained tokens."""
 
 
-def compare_metrics(case: Golden, diagnostics: dict[str, Tensor]) -> None:
+def compare_metrics(case: Golden, diagnostics: dict[str, Tensor], counted: Tensor) -> None:
     for name, ours in METRICS.get(case.peer, {}).items():
         expected = case.outputs.get("metrics", {}).get(name)
         if expected is None or ours not in diagnostics:
@@ -97,7 +107,7 @@ def compare_metrics(case: Golden, diagnostics: dict[str, Tensor]) -> None:
             expected = as_tensor(expected, case.dtype)[case.mask]
         else:
             expected = as_tensor(expected, case.dtype)
-            found = aggregate(found, case.segments, mode="token-mean")
+            found = found[counted].mean()
         assert_equal(case, name, found, expected)
 
 
@@ -108,12 +118,21 @@ def without_rows(case: Golden) -> Golden:
     return replace(case, inputs={**case.inputs, "mask": mask})
 
 
+def proximal(case: Golden) -> Tensor:
+    """The sampler's in a loss that knows no other: verl's bypass mode, prime-rl."""
+    return case.flat("old_log_probs" if "old_log_probs" in case.inputs else "rollout_log_probs")
+
+
 def optional(case: Golden, name: str) -> Tensor | None:
     return spread(case, name) if name in case.inputs else None
 
 
-def with_selection(config: LossConfig, tokens: LossTokens) -> LossTokens:
-    return replace(tokens, selected=select_tokens(config, tokens))
+def corrected(tokens: LossTokens, config: OffPolicyCorrection) -> tuple[LossTokens, Tensor]:
+    """With the correction's weights, and which tokens still count in the denominator."""
+    rollout = tokens.proximal_logprobs if tokens.rollout_logprobs is None else tokens.rollout_logprobs
+    policies = Policies(tokens.learner_logprobs, tokens.proximal_logprobs, rollout)
+    correction = correct(policies, tokens.segments, config, advantages=tokens.advantages)
+    return replace(tokens, token_weights=correction.weights), correction.counted
 
 
 def spread(case: Golden, name: str) -> Tensor:
@@ -128,8 +147,6 @@ def shared_counts(tokens: float, trajectories: float = 0.0) -> Counts:
 
 def areal(case: Golden) -> tuple[dict, dict]:
     params = case.params
-    if "rejection_sampling" in params:
-        raise LeftOut(AFTER_MERGE)
     level = params.get("importance_sampling_level", "token")
     if "tau_pos" in params:
         policy = {
@@ -156,8 +173,6 @@ def deepspeed_chat(case: Golden) -> tuple[dict, dict]:
 
 def megatron_rl(case: Golden) -> tuple[dict, dict]:
     params = case.params
-    if "rollout_log_probs" in case.inputs:
-        raise LeftOut(AFTER_MERGE)
     options: dict[str, Any] = {
         "policy": {
             "type": "ppo",
@@ -173,8 +188,6 @@ def megatron_rl(case: Golden) -> tuple[dict, dict]:
 
 def nemo_rl(case: Golden) -> tuple[dict, dict]:
     params = case.params
-    if params.get("use_importance_sampling_correction"):
-        raise LeftOut(AFTER_MERGE)
     batch: dict[str, Any] = {
         "counts": shared_counts(params["global_valid_toks"], params["global_valid_seqs"])
     }
@@ -227,14 +240,15 @@ def open_instruct(case: Golden) -> tuple[dict, dict]:
 
 def openrlhf(case: Golden) -> tuple[dict, dict]:
     params = case.params
-    if params.get("enable_vllm_is_correction"):
-        raise LeftOut(AFTER_MERGE)
+    kind = params.get("policy_loss_type", "ppo")
     policy = {
-        "type": params.get("policy_loss_type", "ppo"),
+        "type": kind,
         "clip_low": params["clip_eps_low"],
         "clip_high": params["clip_eps_high"],
         "dual_clip": params.get("dual_clip"),
     }
+    if kind == "gspo" and params.get("enable_vllm_is_correction"):
+        policy["anchor"] = "rollout"  # the correction is in the ratio
     options: dict[str, Any] = {"policy": policy}
     if not params.get("token_level_loss", True):
         options["aggregation"] = {"mode": "seq-mean-token-mean", "divide_by": "trained_trajectories"}
@@ -280,8 +294,6 @@ SKYRL_REDUCTIONS = {
 
 def skyrl(case: Golden) -> tuple[dict, dict]:
     params = case.params
-    if "off_policy_correction" in params:
-        raise LeftOut(AFTER_MERGE)
     kind = params["policy_loss_type"]
     clips = {"clip_low": params.get("eps_clip_low", 0.2), "clip_high": params.get("eps_clip_high", 0.2)}
     policies: dict[str, Callable[[], dict]] = {
@@ -328,7 +340,7 @@ def skyrl(case: Golden) -> tuple[dict, dict]:
         "cross_entropy": lambda: {"type": "cross_entropy"},
     }
     options: dict[str, Any] = {"policy": policies[kind](), "aggregation": SUM}
-    reduction = params["loss_reduction_applied"]
+    reduction = params.get("loss_reduction_applied")
     batch: dict[str, Any] = {}
     if reduction in SKYRL_REDUCTIONS:
         options["aggregation"] = {"mode": SKYRL_REDUCTIONS[reduction], "length": float(params["max_seq_len"])}
@@ -404,8 +416,6 @@ def trl(case: Golden) -> tuple[dict, dict]:
     if "RLOO" in case.function:
         options = {"policy": {"type": "ppo", **clips, "ratio": "sequence_sum"}}
         return options | {"aggregation": {"mode": "seq-mean-token-mean"}}, {}
-    if "off_policy_mask_threshold" in params:
-        raise LeftOut(AFTER_MERGE)
     kind, level = params["loss_type"], params["importance_sampling_level"]
     if "GMPO" in case.function:
         kind, policy = "grpo", {"type": "gmpo", **clips}
@@ -457,11 +467,11 @@ def trl_async(case: Golden) -> tuple[dict, dict]:
 def verl(case: Golden) -> tuple[dict, dict]:
     params = case.params
     mode = params["loss_mode"]
-    if mode == "bypass_mode":
-        raise LeftOut(AFTER_MERGE)
     if mode == "geo_mean" and "rollout_is_weights" in case.inputs:
         raise LeftOut("the geometric mean of a trajectory's correction weights")
     low, high = params["clip_ratio_low"], params["clip_ratio_high"]
+    if mode == "bypass_mode":
+        mode = {"ppo_clip": "vanilla", "reinforce": "gpg"}[params["loss_type"]]
     policies: dict[str, Callable[[], dict]] = {
         "vanilla": lambda: {
             "type": "ppo",
