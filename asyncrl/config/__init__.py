@@ -10,7 +10,7 @@ file.py       YAML and overrides -> Config        mistakes.py  renames.py    wha
 reference.py  every key as a page
 """
 
-from asyncrl.config.algorithm import GrpoConfig, NoCorrection, TruncatedImportanceSampling
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.file import dump_config, load_config, shared_digest, validate_config
 from asyncrl.config.learner import CheckpointConfig, LearnerConfig
 from asyncrl.config.reward import RewardConfig
@@ -20,13 +20,12 @@ from asyncrl.config.table import all_keys
 from asyncrl.config.tree import Config
 
 __all__ = [
+    "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "EvalConfig",
-    "GrpoConfig",
     "LearnerConfig",
-    "NoCorrection",
     "ResourcesConfig",
     "RewardConfig",
     "RolloutConfig",
@@ -34,7 +33,6 @@ __all__ = [
     "SourceConfig",
     "StreamConfig",
     "TimeoutsConfig",
-    "TruncatedImportanceSampling",
     "WeightSyncConfig",
     "all_keys",
     "dump_config",

@@ -14,9 +14,9 @@ from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.advantage_presets import Peer
 from asyncrl.config.advantages import AdvantagesConfig, GaeAdvantages, OutcomeAdvantages
+from asyncrl.config.correction_presets import CORRECTION_PRESETS
 from asyncrl.config.corrections import OffPolicyCorrection
 from asyncrl.config.losses import KlControllerConfig, LossConfig, ValueLossConfig
-from asyncrl.config.correction_presets import CORRECTION_PRESETS
 from asyncrl.config.recipes import check_stages, find_recipe, merged
 from asyncrl.config.shaping import FilterConfig, ShapingConfig
 from asyncrl.config.table import Positive, Table
@@ -101,7 +101,8 @@ class AlgorithmConfig(Table):
         recipe = find_recipe(value.get("type", "grpo"))
         tree = merged(recipe.options, value)
         tree["stages"] = value.get("stages") or recipe.stages
-        if (peer := value.get("preset")) in get_args(Peer):
+        peer = value.get("preset")
+        if isinstance(peer, str) and peer in get_args(Peer):
             _put_preset(tree, peer)
         return tree
 
@@ -113,10 +114,12 @@ class AlgorithmConfig(Table):
 
     @model_validator(mode="after")
     def _combinations(self) -> AlgorithmConfig:
-        if isinstance(self.advantages, GaeAdvantages) and (self.critic is None or "values" not in self.stages):
+        if isinstance(self.advantages, GaeAdvantages) and (
+            self.critic is None or "values" not in self.stages
+        ):
             raise ValueError(
-                "advantages of type gae read the values of a critic; set critic: {} and the stages of the recipe ppo, or "
-                "other advantages"
+                "advantages of type gae read the values of a critic; use the recipe ppo, or critic: {} and its stages, "
+                "or use other advantages"
             )
         if self.critic is not None and "critic" not in self.stages:
             raise ValueError(

@@ -273,6 +273,11 @@ class LossConfig(Table):
     top_entropy_share: Share | None = None
     """Only this share of tokens, those of highest entropy, keep their policy loss."""
 
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether tokens are chosen once a mini-batch, before its first step."""
+        return self.top_entropy_share is not None or isinstance(self.policy, ClipCovLoss | KlCovLoss)
+
     @model_validator(mode="before")
     @classmethod
     def _preset_below(cls, value: Any) -> Any:

@@ -43,6 +43,9 @@ STAGES: dict[str, Stage] = {
     "whiten": Stage("advantages to mean 0 and deviation 1", needs=("advantage",)),
     # the ranks, once a mini-batch
     "correct": Stage("off-policy correction: weights and rejected tokens", needs=("score",)),
+    "select": Stage(
+        "tokens that the loss chooses once a mini-batch (kl_cov, top entropy)", needs=("advantage",)
+    ),
     "loss": Stage("policy loss, KL, entropy", needs=("advantage",)),
     "critic": Stage("value loss, and the critic's step", needs=("values", "advantage")),
     "update": Stage("the optimizer's step", needs=("loss",)),
@@ -57,6 +60,7 @@ BY_REWARD = (
     "advantage",
     "whiten",
     "correct",
+    "select",
     "loss",
     "update",
 )
@@ -72,6 +76,7 @@ BY_CRITIC = (
     "advantage",
     "whiten",
     "correct",
+    "select",
     "loss",
     "update",
     "critic",
@@ -92,7 +97,10 @@ RECIPES: dict[str, Recipe] = {
     "grpo": Recipe(),
     # No division by the deviation, a constant instead of each length: arXiv:2503.20783
     "dr_grpo": Recipe(
-        options={"advantages": {"type": "dr_grpo"}, "loss": {"aggregation": {"mode": "seq-mean-token-sum-norm"}}}
+        options={
+            "advantages": {"type": "dr_grpo"},
+            "loss": {"aggregation": {"mode": "seq-mean-token-sum-norm"}},
+        }
     ),
     # Clip-higher, dynamic sampling, overlong penalty, token mean: arXiv:2503.14476
     "dapo": Recipe(
@@ -116,7 +124,9 @@ RECIPES: dict[str, Recipe] = {
     # A critic, arXiv:1707.06347; on language models arXiv:2203.02155
     "ppo": Recipe(BY_CRITIC, {"advantages": {"type": "gae", "lam": 0.95}, "critic": {}}),
     # Three policies: clipped against the recomputed one, weighted against the sampler: arXiv:2505.24298
-    "decoupled_ppo": Recipe(options={"advantages": {"type": "grpo", "whiten": {}}, "correction": {"preset": "areal"}}),
+    "decoupled_ppo": Recipe(
+        options={"advantages": {"type": "grpo", "whiten": {}}, "correction": {"preset": "areal"}}
+    ),
     # The reward of a greedy answer is the baseline, arXiv:2310.10505
     "remax": Recipe(options={"advantages": {"type": "remax"}}),
 }
@@ -152,7 +162,9 @@ def check_stages(stages: Sequence[str]) -> None:
         if name not in STAGES:
             near = difflib.get_close_matches(name, STAGES, n=1)
             meant = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"{name!r} is no stage{meant}; there are {', '.join(STAGES)}, and module:attr for your own")
+            raise ValueError(
+                f"{name!r} is no stage{meant}; there are {', '.join(STAGES)}, and module:attr for your own"
+            )
         if name in stages[:position]:
             raise ValueError(f"stage {name!r} stands twice; leave one out")
         for needed in STAGES[name].needs:
@@ -168,7 +180,11 @@ def merged(below: Options, above: Options) -> Options:
     tree = dict(below)
     for key, value in above.items():
         old = tree.get(key)
-        if isinstance(old, dict) and isinstance(value, dict) and value.get("type", old.get("type")) == old.get("type"):
+        if (
+            isinstance(old, dict)
+            and isinstance(value, dict)
+            and value.get("type", old.get("type")) == old.get("type")
+        ):
             tree[key] = merged(old, value)
         else:
             tree[key] = value

@@ -24,9 +24,19 @@ class OverlongPenalty(Table):
     beyond: Literal["cap", "grow"] = "cap"
     """Above max_tokens (several turns): stay at `factor`, or grow on."""
 
+    def resolved(self, max_completion_tokens: int) -> OverlongPenalty:
+        """With numbers in place of null."""
+        max_tokens = self.max_tokens or max_completion_tokens
+        buffer_tokens = self.buffer_tokens or max(1, max_tokens // 5)
+        return self.model_copy(update={"max_tokens": max_tokens, "buffer_tokens": buffer_tokens})
+
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:
-        if self.max_tokens is not None and self.buffer_tokens is not None and self.buffer_tokens > self.max_tokens:
+        if (
+            self.max_tokens is not None
+            and self.buffer_tokens is not None
+            and self.buffer_tokens > self.max_tokens
+        ):
             raise ValueError(
                 f"buffer_tokens ({self.buffer_tokens}) must be at most max_tokens ({self.max_tokens})"
             )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config.algorithm import GrpoConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import CheckpointConfig, LearnerConfig
 from asyncrl.config.reward import RewardConfig
 from asyncrl.config.rollout import DataConfig, EvalConfig, RolloutConfig
@@ -29,7 +29,7 @@ class Config(Table):
     """Who starts the processes."""
     model: str = "tiny"
     """A Hugging Face name, a folder, or `tiny`: 0.4M parameters, made and warmed up on the spot."""
-    algorithm: GrpoConfig = GrpoConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     """A recipe by name (`grpo`), or a table {type: grpo, ...}."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """S: no token older than S versions trains (except under `over_age: keep`)."""
@@ -97,6 +97,18 @@ class Config(Table):
                 f"rollout.max_num_seqs {self.rollout.max_num_seqs}; requests would wait inside vLLM"
             )
         return self
+
+    @property
+    def resolved_algorithm(self) -> AlgorithmConfig:
+        """`algorithm`, with the lengths that it leaves to the rollout."""
+        algorithm, longest = self.algorithm, self.rollout.max_completion_tokens
+        loss, shaping = algorithm.loss, algorithm.shaping
+        if loss.aggregation.length is None:
+            aggregation = loss.aggregation.model_copy(update={"length": float(longest)})
+            loss = loss.model_copy(update={"aggregation": aggregation})
+        if shaping.overlong is not None:
+            shaping = shaping.model_copy(update={"overlong": shaping.overlong.resolved(longest)})
+        return algorithm.model_copy(update={"loss": loss, "shaping": shaping})
 
     def _check_evaluation(self) -> None:
         every = self.eval.every

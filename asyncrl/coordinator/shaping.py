@@ -42,6 +42,8 @@ def _shaped(trajectory: Trajectory, config: ShapingConfig) -> Trajectory:
 
 def overlong_penalty(num_tokens: int, config: OverlongPenalty) -> float:
     """What a completion of that length loses, at least 0. DAPO: arXiv:2503.14476."""
+    assert config.max_tokens is not None, "resolved with the rollout's longest completion"
+    assert config.buffer_tokens is not None
     over = num_tokens - (config.max_tokens - config.buffer_tokens)
     share = max(over / config.buffer_tokens, 0.0)
     return config.factor * (share if config.beyond == "grow" else min(share, 1.0))

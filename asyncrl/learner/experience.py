@@ -8,13 +8,16 @@ So a microbatch is a slice of every column, and its trajectories a slice of the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.correction import Correction
 from asyncrl.algorithms.segments import Segments
 from asyncrl.learner.packing import PackedMicrobatch, pack
 from asyncrl.types import Shard, TrajectoryGroup
@@ -46,21 +49,28 @@ class Columns:
     """The version that sampled it. int64."""
     positions: Tensor
     """Its place in its trajectory, untrained tokens counted. int64."""
+    learner_logprobs: Tensor | None = None
+    """Under the learner before the batch's first step; NaN where nothing has read them yet."""
     proximal_logprobs: Tensor | None = None
-    """Under the learner before the batch's first step."""
+    """Under the policy that ratios compare with."""
     ref_logprobs: Tensor | None = None
     """Under the reference model."""
     entropy: Tensor | None = None
     """Of the learner's distribution before the batch's first step."""
-    sum_pi_squared: Tensor | None = None
-    """Of that distribution's probabilities."""
     values: Tensor | None = None
     """The critic's, before the batch's first step."""
     kl: Tensor | None = None
     """The estimate of the KL from the reference that is subtracted from the rewards."""
+    kl_coef: float = 0.0
+    """What it is multiplied by. Of the whole batch."""
     advantages: Tensor | None = None
     returns: Tensor | None = None
     """The critic's targets."""
+
+    def score(self, tokens: slice, logprobs: Tensor) -> None:
+        """Log-probs of the first mini-batch, which nobody reads before it trains."""
+        assert self.learner_logprobs is not None
+        self.learner_logprobs[tokens] = logprobs
 
 
 @dataclass(slots=True)
@@ -73,6 +83,12 @@ class BatchRewards:
     """int64 from 0."""
     num_trained_tokens: Tensor
     """int64"""
+    components: Tensor
+    """[C, R] float64: each of the rewards before weights, NaN where it does not apply; C is 0 unless they are read."""
+    component_weights: list[float]
+    """[C]"""
+    greedy_rewards: Tensor | None
+    """float64: of the greedy rollout of the trajectory's prompt, where there is one."""
 
 
 @dataclass(slots=True)
@@ -89,6 +105,12 @@ class Experience:
     columns: Columns
     minibatches: list[list[Microbatch]]
     """[mini-batch][microbatch]"""
+    correction: Correction | None = None
+    """Of the whole batch, where a token's fate depends on other trajectories; else each microbatch makes its own."""
+    selected: Tensor | None = None
+    """[N] bool: the tokens that losses like kl_cov choose once a mini-batch."""
+    first_is_scored: bool = True
+    """Whether the first mini-batch has its learner_logprobs before it trains."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What the stages measured, the same on every rank."""
 
@@ -96,6 +118,16 @@ class Experience:
     def group_index(self) -> Tensor:
         """[R] int64: the group of each of this rank's trajectories."""
         return self.batch.group_index[self.rows]
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds what the block takes to the metric timing_s/<name>."""
+        start_s = time.monotonic()
+        yield
+        if self.rows.is_cuda:
+            torch.cuda.synchronize(self.rows.device)
+        key = f"timing_s/{name}"
+        self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - start_s
 
     def microbatches(self) -> Iterator[Microbatch]:
         """All of them, in the order of the columns."""
@@ -134,6 +166,9 @@ def receive_shard(shard: Shard, device: torch.device) -> Experience:
             torch.tensor(sizes, device=device)
         ),
         num_trained_tokens=torch.tensor(counts, dtype=torch.int64, device=device),
+        components=torch.empty(0, len(flat), dtype=torch.float64, device=device),
+        component_weights=[],
+        greedy_rewards=None,
     )
     segments = Segments.of_counts(torch.tensor([len(i) for i in trained], dtype=torch.int64, device=device))
     return Experience(

@@ -36,6 +36,18 @@ def linear_logprobs(
     return logprobs, entropy
 
 
+@torch.no_grad()
+def sum_squared_probabilities(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float, chunk_tokens: int
+) -> Tensor:
+    """Sum over the vocabulary of the squared probability at each of N states, [N]; shapes as for linear_logprobs."""
+    pieces = [
+        _log_softmax(hidden[rows], weight, bias, temperature, centre=True).mul_(2).exp_().sum(1)
+        for rows in _chunks(len(hidden), chunk_tokens)
+    ]
+    return torch.cat(pieces) if pieces else hidden.new_empty(0, dtype=_precise(hidden.dtype))
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -107,7 +107,6 @@ class LearnerLoop:
             version = {"version": index}
             timing = {
                 "timing_s/wait": received_s - start_s,
-                "timing_s/update_actor": updated_s - received_s - metrics.get("timing_s/old_log_prob", 0.0),
                 "timing_s/update_weights": published_s - updated_s,
                 "perf/max_memory_allocated_gb": max_memory_gb(),
             }

@@ -22,7 +22,7 @@ from asyncrl.config import LearnerConfig
 from asyncrl.dtypes import compute_dtype
 from asyncrl.errors import LearnerError
 from asyncrl.learner.attention import ATTENTION_NAME, lay_out_groups
-from asyncrl.learner.logprobs import linear_logprobs
+from asyncrl.learner.logprobs import linear_logprobs, sum_squared_probabilities
 from asyncrl.learner.packing import PackedMicrobatch
 from asyncrl.models.weights import load_causal_lm
 
@@ -43,36 +43,60 @@ class TensorShard(NamedTuple):
     """Where `rows` begins in dimension 0 of the full tensor."""
 
 
+class PolicyOutput(NamedTuple):
+    """Of the N trained tokens of a microbatch; float32."""
+
+    logprobs: Tensor
+    """[N], with gradient."""
+    entropy: Tensor
+    """[N] of the distribution at each token; with gradient where the policy was made so."""
+    values: Tensor | None = None
+    """[N], with gradient, where the critic shares the policy's body."""
+    sum_pi_squared: Tensor | None = None
+    """[N] where it was asked for; no gradient."""
+
+
 class PolicyModel(nn.Module):
     """Maps a packed microbatch to the log-probs of its trained tokens."""
 
-    def __init__(self, transformer: PreTrainedModel, temperature: float, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        transformer: PreTrainedModel,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        entropy_gradient: bool = False,
+        value_head: nn.Linear | None = None,
+    ) -> None:
+        """`value_head`: of a critic that shares the body; it is trained with it and never published."""
         super().__init__()
         self.transformer = transformer
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
+        self.entropy_gradient = entropy_gradient
+        self.value_head = value_head
 
-    def forward(self, batch: PackedMicrobatch) -> tuple[Tensor, Tensor]:
-        """(log-probs [N], entropies [N]) in float32; only the log-probs carry gradients.
-
-        The head is applied here and not by its own module: this is FSDP's root, whose parameters, the head and
-        a tied embedding among them, are whole while it runs.
-        """
-        output = self.transformer.get_decoder()(
-            input_ids=batch.token_ids.unsqueeze(0),
-            position_ids=batch.position_ids.unsqueeze(0),
-            use_cache=False,
-            group_layout=batch.layout,
-        )
+    def forward(self, batch: PackedMicrobatch, *, sum_pi_squared: bool = False) -> PolicyOutput:
+        """The head is applied here and not by its own module: this is FSDP's root, whose parameters, the head and
+        a tied embedding among them, are whole while it runs."""
+        hidden = predicting_states(self.transformer.get_decoder(), batch)
         head = output_head(self.transformer)
-        return linear_logprobs(
-            output.last_hidden_state[0].index_select(0, batch.predict_index),
+        logprobs, entropy = linear_logprobs(
+            hidden,
             head.weight,
             head.bias,
             batch.target_ids,
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
+            entropy_gradient=self.entropy_gradient,
         )
+        values = None if self.value_head is None else apply_value_head(self.value_head, hidden)
+        squares = None
+        if sum_pi_squared:
+            squares = sum_squared_probabilities(
+                hidden, head.weight, head.bias, temperature=self.temperature, chunk_tokens=self.chunk_tokens
+            )
+        return PolicyOutput(logprobs, entropy, values, squares)
 
     def named_shards(self) -> Iterator[TensorShard]:
         """This rank's rows of every tensor, in the order of Hugging Face's state dict, a tied one once."""
@@ -84,9 +108,33 @@ class PolicyModel(nn.Module):
             yield TensorShard(name, sharded.to_local().detach(), tuple(sharded.shape), row_offset)
 
 
-def decoder_blocks(transformer: PreTrainedModel) -> nn.ModuleList:
-    """The model's decoder blocks, in order: FSDP's units."""
-    blocks = transformer.get_decoder().layers
+def predicting_states(decoder: nn.Module, batch: PackedMicrobatch) -> Tensor:
+    """[N, H]: the hidden state that predicts each trained token, which is also the state whose value it has."""
+    output = decoder(
+        input_ids=batch.token_ids.unsqueeze(0),
+        position_ids=batch.position_ids.unsqueeze(0),
+        use_cache=False,
+        group_layout=batch.layout,
+    )
+    return output.last_hidden_state[0].index_select(0, batch.predict_index)
+
+
+def make_value_head(hidden_size: int) -> nn.Linear:
+    """One number a state; 0 for every state at first, so that a critic begins without an opinion."""
+    head = nn.Linear(hidden_size, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def apply_value_head(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """hidden [N, H] -> values [N], float32."""
+    return head(hidden.to(head.weight.dtype)).squeeze(-1).float()
+
+
+def decoder_blocks(decoder: nn.Module) -> nn.ModuleList:
+    """The decoder's blocks, in order: FSDP's units."""
+    blocks = decoder.layers
     assert isinstance(blocks, nn.ModuleList)
     return blocks
 
@@ -99,30 +147,50 @@ def output_head(transformer: PreTrainedModel) -> nn.Linear:
 
 
 def load_policy(
-    model_path: Path, config: LearnerConfig, *, temperature: float, mesh: DeviceMesh
+    model_path: Path,
+    config: LearnerConfig,
+    *,
+    temperature: float,
+    mesh: DeviceMesh,
+    entropy_gradient: bool = False,
+    has_value_head: bool = False,
 ) -> PolicyModel:
     """Loads a Hugging Face folder in float32 and shards it over `mesh`.
 
     Dropout is off: the log-probs must be those of the policy that the rollout servers sample from. Raises
     LearnerError for a model that packed groups cannot represent, ConfigError for one whose weights are not all there.
     """
+    transformer = load_packed(model_path)
+    _check_head(transformer)
+    policy = PolicyModel(
+        transformer,
+        temperature=temperature,
+        chunk_tokens=config.logprob_chunk_tokens,
+        entropy_gradient=entropy_gradient,
+        value_head=make_value_head(transformer.config.hidden_size) if has_value_head else None,
+    )
+    shard_model(policy, transformer.get_decoder(), config, mesh)
+    return policy
+
+
+def load_packed(model_path: Path) -> PreTrainedModel:
+    """A Hugging Face folder in float32, whose attention takes packed groups. Raises LearnerError, ConfigError."""
     _check_supported(AutoConfig.from_pretrained(model_path))
     transformer = load_causal_lm(model_path, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
     transformer.eval()
     _check_tensors(transformer)
-    _check_head(transformer)
-    policy = PolicyModel(transformer, temperature, config.logprob_chunk_tokens)
-    _shard(policy, getattr(torch, compute_dtype(config, mesh.device_type)), mesh)
-    return policy
+    return transformer
 
 
-def _shard(policy: PolicyModel, dtype: torch.dtype, mesh: DeviceMesh) -> None:
+def shard_model(model: nn.Module, decoder: nn.Module, config: LearnerConfig, mesh: DeviceMesh) -> None:
+    """FSDP2 over `mesh`: a unit a block of `decoder`, and `model` with what is left as the root."""
+    dtype = getattr(torch, compute_dtype(config, mesh.device_type))
     precision = MixedPrecisionPolicy()
     if dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for block in decoder_blocks(policy.transformer):
+    for block in decoder_blocks(decoder):
         fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
 
 
 def _check_supported(config: PreTrainedConfig) -> None:

@@ -1,6 +1,7 @@
 """The optimizer step of a rank: learning rate, clipping by the global norm, AdamW or plain SGD.
 
-PolicyLearner calls it once a mini-batch. Everything works on this rank's shards; only the norm needs the others.
+Taken once a mini-batch, for the policy and for a critic. Everything works on this rank's shards; only the norm needs
+the others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from asyncrl.errors import LearnerError
 from asyncrl.learner.finite import first_non_finite, shard_norms
 
 
-class PolicyOptimizer:
+class ShardedOptimizer:
     """Steps sharded parameters, given by name. Moments are float32, like the master weights."""
 
     def __init__(
@@ -37,14 +38,14 @@ class PolicyOptimizer:
                 fused=True,
             )
 
-    def step(self, version: int, number: int) -> tuple[float, float]:
-        """Clips and applies the gradients of step `number` (from 1) of batch `version`, then clears them. Collective.
+    def step(self, version: int, number: int, *, scale: float = 1.0) -> tuple[float, float]:
+        """Clips and applies `scale` times the gradients of step `number` (from 1) of batch `version`.
 
-        Returns (global gradient norm before clipping, learning rate). Raises LearnerError on every rank when
-        the norm is not finite: then this step has changed no weight, and the gradients are cleared.
+        Then clears them. Collective. Returns (global gradient norm before clipping, learning rate). Raises
+        LearnerError on every rank when the norm is not finite: then this step has changed no weight.
         """
         try:
-            norm = self._clip(version, number)
+            norm = self._clip(version, number, scale)
             lr = learning_rate(self._config, version)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
@@ -53,13 +54,17 @@ class PolicyOptimizer:
             self._optimizer.zero_grad(set_to_none=True)
         return norm, lr
 
-    def _clip(self, version: int, number: int) -> float:
-        """Scales the gradients to a global norm of at most max_grad_norm; returns the norm before."""
+    def drop_gradients(self) -> None:
+        """Forgets them: no step is taken."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _clip(self, version: int, number: int, scale: float) -> float:
+        """Scales the gradients, then to a global norm of at most max_grad_norm; returns the norm in between."""
         gradients = {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
         norms = shard_norms(list(gradients.values()))
         sum_of_squares = norms.square().sum()
         dist.all_reduce(sum_of_squares, group=self._group)
-        norm = float(sum_of_squares.sqrt())
+        norm = float(sum_of_squares.sqrt()) * scale
         if not norm < float("inf"):
             index = first_non_finite(norms, self._group)
             name = "the sum over all" if index is None else list(gradients)[index]
@@ -67,7 +72,8 @@ class PolicyOptimizer:
                 f"the gradient norm of version {version} is {norm} in step {number} (first in {name}), so this step "
                 "was not taken; look at this batch's rewards and log-probs, or lower learner.lr"
             )
-        if (scale := self._config.max_grad_norm / (norm + 1e-6)) < 1.0:
+        scale *= min(1.0, self._config.max_grad_norm / (norm + 1e-6))
+        if scale != 1.0:
             for gradient in gradients.values():
                 gradient.mul_(scale)
         return norm

@@ -239,14 +239,15 @@ def one_rank(model_path: Path, config: Config, store: Path) -> Iterator[PolicyLe
 def record_gradients(learner: PolicyLearner) -> dict[str, torch.Tensor]:
     """Filled with this rank's shards of the gradients when an optimizer step begins: the newest step's."""
     recorded: dict[str, torch.Tensor] = {}
-    take_step = learner._optimizer.step
+    optimizer = learner._policy_steps._optimizer
+    take_step = optimizer.step
 
-    def step(version: int, number: int) -> tuple[float, float]:
-        for name, parameter in learner._policy.transformer.named_parameters():
-            recorded[name] = parameter.grad.to_local().clone()
-        return take_step(version, number)
+    def step(version: int, number: int, *, scale: float) -> tuple[float, float]:
+        for name, parameter in learner._models.policy.transformer.named_parameters():
+            recorded[name] = parameter.grad.to_local() * scale
+        return take_step(version, number, scale=scale)
 
-    learner._optimizer.step = step
+    optimizer.step = step
     return recorded
 
 

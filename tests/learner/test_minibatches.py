@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from learner_cases import (
     write_model,
 )
 
-from asyncrl.algorithms.recipe import LossSums, TokenBatch
+from asyncrl.algorithms.losses.policy import LossTokens
 from asyncrl.errors import LearnerError
-from asyncrl.learner.update import PolicyLearner
+from asyncrl.learner import loss
 
 WHOLE = [[[[0, 1, 2, 3, 4]]]]
 HALVES = [[[[0, 2, 4]]], [[[1, 3]]]]
@@ -33,16 +34,16 @@ def taken(groups, minibatches):
     return [[groups[p] for microbatch in of_ranks[0] for p in microbatch] for of_ranks in minibatches]
 
 
-def recorded_batches(learner: PolicyLearner) -> list[TokenBatch]:
+def recorded_batches(monkeypatch: pytest.MonkeyPatch) -> list[LossTokens]:
     """Filled with what each microbatch's loss is given."""
-    batches: list[TokenBatch] = []
-    loss = learner._recipe.loss
+    batches: list[LossTokens] = []
+    objective = loss.objective
 
-    def record(batch: TokenBatch) -> LossSums:
-        batches.append(batch)
-        return loss(batch)
+    def record(config: Any, tokens: LossTokens, counts: Any) -> Any:
+        batches.append(tokens)
+        return objective(config, tokens, counts)
 
-    learner._recipe.loss = record
+    monkeypatch.setattr(loss, "objective", record)
     return batches
 
 
@@ -74,7 +75,7 @@ def test_the_steps_are_those_of_a_plain_loop_whatever_the_microbatches(tmp_path,
         assert metrics["actor/ppo_kl"] != 0
 
 
-def test_every_step_compares_with_the_learner_before_the_first(tmp_path):
+def test_every_step_compares_with_the_learner_before_the_first(tmp_path, monkeypatch):
     # Mutations caught: the forward pass taken after the first step, or once an epoch; log-probs of the first
     # mini-batch taken anew in the second epoch; microbatches' log-probs exchanged.
     path = write_model(tmp_path / "model", "qwen2", tied=False)
@@ -82,7 +83,7 @@ def test_every_step_compares_with_the_learner_before_the_first(tmp_path):
     model = plain_model(path)
     at_start = [plain_tokens(model, half, 0.7).logprobs.detach() for half in taken(groups, HALVES)]
     with one_rank(path, sgd_config(lr=0.1), tmp_path / "store") as learner:
-        batches = recorded_batches(learner)
+        batches = recorded_batches(monkeypatch)
         metrics = learner.update(shard_of_minibatches(groups, HALVES, num_epochs=2))
     assert len(batches) == 4
     for batch, expected in zip(batches, at_start * 2, strict=True):
@@ -104,7 +105,7 @@ def test_only_mini_batches_after_the_first_are_scored_ahead(tmp_path):
     groups = uneven_groups()
     with one_rank(path, sgd_config(), tmp_path / "store") as learner:
         modes: list[bool] = []
-        learner._policy.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+        learner._models.policy.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
         for minibatches, num_epochs, expected in (
             (WHOLE, 1, [True]),
             (WHOLE, 3, [True] * 3),

@@ -147,7 +147,7 @@ def test_tied_head_is_one_tensor_before_and_after_a_step(tmp_path):
     path = write_model(tmp_path / "model", "llama", tied=True)
     with one_rank(path, sgd_config(), tmp_path / "store") as learner:
         learner.update(shard_of(uneven_groups(), EVERY_GROUP))
-        transformer = learner._policy.transformer
+        transformer = learner._models.policy.transformer
         embedding, head = transformer.get_input_embeddings().weight, output_head(transformer).weight
         assert head.to_local().data_ptr() == embedding.to_local().data_ptr()
         names = [shard.name for shard in learner.named_shards()]

@@ -11,14 +11,12 @@ correct.py      all of it, as `OffPolicyCorrection` in asyncrl/config/correction
 from asyncrl.algorithms.correction.correct import Correction, correct
 from asyncrl.algorithms.correction.diagnostics import Diagnostics, report
 from asyncrl.algorithms.correction.policies import Policies, log_linear_proximal
-from asyncrl.algorithms.correction.weights import importance_weights
 
 __all__ = [
     "Correction",
     "Diagnostics",
     "Policies",
     "correct",
-    "importance_weights",
     "log_linear_proximal",
     "report",
 ]

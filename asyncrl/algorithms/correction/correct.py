@@ -25,7 +25,19 @@ class Correction:
     """[N] bool: not rejected."""
     counted: Tensor
     """[N] bool: counts in the loss's denominator: every token, or those kept (OffPolicyCorrection.denominator)."""
+    log_ratio: Tensor
+    """[N]: of the corrected policy to the rollout's."""
     diagnostics: Diagnostics
+
+    def part(self, tokens: slice) -> Correction:
+        """Of some of the tokens; the diagnostics stay with the whole."""
+        return Correction(
+            self.weights[tokens],
+            self.kept[tokens],
+            self.counted[tokens],
+            self.log_ratio[tokens],
+            Diagnostics(),
+        )
 
 
 def correct(
@@ -72,7 +84,8 @@ def correct(
     weights = _weights(new - old, among, segments, config, diagnostics, all_reduce)
     weights = torch.where(kept, weights, 0.0)
     diagnostics.add_summary("weight/applied", weights)
-    return Correction(weights, kept, kept if config.denominator == "kept" else everything, diagnostics)
+    counted = kept if config.denominator == "kept" else everything
+    return Correction(weights, kept, counted, new - old, diagnostics)
 
 
 def _weights(

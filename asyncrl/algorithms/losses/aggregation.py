@@ -63,6 +63,11 @@ class Counts:
             groups=float(groups),
         )
 
+    def tensor(self, device: torch.device) -> Tensor:
+        """[4] float64, in the order of the fields: for an all-reduce."""
+        fields = [self.tokens, self.trajectories, self.trained_trajectories, self.groups]
+        return torch.tensor(fields, dtype=torch.float64, device=device)
+
     def __add__(self, other: Counts) -> Counts:
         return Counts(
             self.tokens + other.tokens,

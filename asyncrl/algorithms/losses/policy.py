@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,6 +72,25 @@ class LossTokens:
     """bool; tokens of the trajectories that count as good answers, for `ptx.positive_coef`."""
     ptx_logprobs: Tensor | None = None
     """[M], the learner's of supervised tokens; carries a gradient."""
+
+    def only(self, kept: Tensor) -> LossTokens:
+        """The tokens where `kept` [N] is true; trajectories that lose all of theirs stay, without tokens."""
+        columns = {
+            name: None if (values := getattr(self, name)) is None else values[kept]
+            for name in (
+                "learner_logprobs",
+                "proximal_logprobs",
+                "advantages",
+                "rollout_logprobs",
+                "ref_logprobs",
+                "entropy",
+                "token_weights",
+                "selected",
+                "positive",
+            )
+        }
+        segments = Segments(self.segments.index[kept], self.segments.num_trajectories)
+        return replace(self, segments=segments, **columns)
 
 
 def policy_loss(config: PolicyLoss, tokens: LossTokens) -> TokenLoss:

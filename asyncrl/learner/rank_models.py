@@ -1,0 +1,86 @@
+"""The models that a rank holds a shard of: the policy, and where the recipe has them, a reference and a critic.
+
+The stages of a recipe ask them for columns; all of these calls are collective and keep no gradient.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from asyncrl.config import Config
+from asyncrl.learner.critic import Critic
+from asyncrl.learner.experience import Microbatch
+from asyncrl.learner.model import load_policy
+from asyncrl.learner.reference import Reference
+
+
+class RankModels:
+    """Implements stages.Models."""
+
+    def __init__(self, model_path: Path, config: Config, *, mesh: DeviceMesh) -> None:
+        """`model_path`: of the policy. Folders of a reference or critic of another name must be here already."""
+        algorithm = config.algorithm
+        critic = algorithm.critic
+        self.group = mesh.get_group()
+        self.policy = load_policy(
+            model_path,
+            config.learner,
+            temperature=config.rollout.temperature,
+            mesh=mesh,
+            entropy_gradient=algorithm.loss.entropy.coef != 0,
+            has_value_head=critic is not None and critic.shared,
+        )
+        self.reference: Reference | None = None
+        if algorithm.needs_reference:
+            folder = algorithm.reference.model or model_path
+            self.reference = Reference(Path(folder), config, mesh=mesh)
+        self.critic: Critic | None = None
+        if critic is not None and not critic.shared:
+            self.critic = Critic(
+                Path(critic.model or model_path), config, critic, mesh=mesh, group=self.group
+            )
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        summed = tensor.clone()
+        dist.all_reduce(summed, group=self.group)
+        return summed
+
+    def gather_columns(self, mine: Tensor) -> tuple[Tensor, int]:
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        lengths = torch.zeros(size, dtype=torch.int64, device=mine.device)
+        lengths[rank] = mine.shape[1]
+        dist.all_reduce(lengths, group=self.group)
+        first = int(lengths[:rank].sum())
+        whole = mine.new_zeros(mine.shape[0], int(lengths.sum()))
+        whole[:, first : first + mine.shape[1]] = mine
+        dist.all_reduce(whole, group=self.group)
+        return whole, first
+
+    @torch.no_grad()
+    def score(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        output = self.policy(microbatch.pack())
+        return output.logprobs, output.entropy
+
+    @torch.no_grad()
+    def reference_logprobs(self, microbatch: Microbatch) -> Tensor:
+        assert self.reference is not None
+        return self.reference.logprobs(microbatch.pack())
+
+    @torch.no_grad()
+    def values(self, microbatch: Microbatch) -> Tensor:
+        if self.critic is not None:
+            return self.critic.model(microbatch.pack())
+        values = self.policy(microbatch.pack()).values
+        assert values is not None, "a shared critic is a head of the policy"
+        return values
+
+    @torch.no_grad()
+    def sum_pi_squared(self, microbatch: Microbatch) -> Tensor:
+        squares = self.policy(microbatch.pack(), sum_pi_squared=True).sum_pi_squared
+        assert squares is not None
+        return squares

@@ -1,0 +1,44 @@
+"""The reference model: what the KL terms hold the policy to. Frozen, sharded like the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from asyncrl.config import Config
+from asyncrl.learner.model import PolicyModel, load_policy
+from asyncrl.learner.packing import PackedMicrobatch
+
+
+class Reference:
+    """Log-probs under a copy of the policy that no optimizer touches."""
+
+    def __init__(self, model_path: Path, config: Config, *, mesh: DeviceMesh) -> None:
+        self._model = load_policy(
+            model_path, config.learner, temperature=config.rollout.temperature, mesh=mesh
+        ).requires_grad_(False)
+        self._refresh_every = config.algorithm.reference.refresh_every
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedMicrobatch) -> Tensor:
+        """[N] float32. Collective."""
+        return self._model(batch).logprobs
+
+    @torch.no_grad()
+    def after_version(self, version: int, policy: PolicyModel) -> None:
+        """Takes the policy's weights where `version` is one in `refresh_every`. This rank's shards only."""
+        if not self._refresh_every or version % self._refresh_every:
+            return
+        for mine, theirs in zip(
+            self._model.transformer.parameters(), policy.transformer.parameters(), strict=True
+        ):
+            _local(mine).copy_(_local(theirs))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()

@@ -1,0 +1,231 @@
+"""The stages that a learner rank runs once a batch, before its first step: each fills columns of the experience.
+
+A stage is `f(experience, learner)`. The recipe (config/recipes.py) names them in order; one of your own is
+`module:attr` there. Every rank calls the same stages in the same order: a stage may issue collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.advantages import Moments, token_rewards
+from asyncrl.algorithms.advantages.estimators import (
+    critic_advantages,
+    summed_component_advantages,
+    token_advantages,
+    token_baseline_advantages,
+    trajectory_advantages,
+    whitened,
+)
+from asyncrl.algorithms.correction import Policies, correct
+from asyncrl.algorithms.losses.kl import kl_estimate
+from asyncrl.algorithms.losses.kl_controller import KlController
+from asyncrl.config.advantages import (
+    ComponentAdvantages,
+    GaeAdvantages,
+    PassAtKAdvantages,
+    TokenBaselineAdvantages,
+    Whitened,
+)
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.learner.experience import Experience, Microbatch
+
+
+class Models(Protocol):
+    """The models of a rank, as stages use them: no gradients, collective."""
+
+    def score(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of the learner, [N of the microbatch]."""
+        ...
+
+    def sum_pi_squared(self, microbatch: Microbatch) -> Tensor:
+        """Of the probabilities of the learner's distribution at each token."""
+        ...
+
+    def reference_logprobs(self, microbatch: Microbatch) -> Tensor: ...
+
+    def values(self, microbatch: Microbatch) -> Tensor: ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        ...
+
+    def gather_columns(self, mine: Tensor) -> tuple[Tensor, int]:
+        """mine [C, n of this rank] -> ([C, n of all ranks], where this rank's begin)."""
+        ...
+
+
+@dataclass(slots=True)
+class StageContext:
+    """What a stage may use besides the experience."""
+
+    config: AlgorithmConfig
+    models: Models
+    kl_controller: KlController | None
+
+
+Stage = Callable[[Experience, StageContext], None]
+
+
+def score(experience: Experience, context: StageContext) -> None:
+    """proximal_logprobs, entropy: of the learner before the first step.
+
+    With `proximal: bypass` the rollout's log-probs take their place; with `log_linear` the loss makes them. A first
+    mini-batch that no stage reads before it trains needs no pass: it is scored as it trains.
+    """
+    columns, correction = experience.columns, context.config.correction
+    if correction.proximal == "bypass":
+        columns.proximal_logprobs = columns.rollout_logprobs
+    early = is_read_early(context.config)
+    if correction.proximal != "recompute" and not early:
+        return
+    logprobs, entropy = (torch.full_like(columns.rollout_logprobs, torch.nan) for _ in range(2))
+    if minibatches := experience.minibatches[0 if early else 1 :]:
+        with experience.timed("old_log_prob"):
+            for microbatch in chain.from_iterable(minibatches):
+                logprobs[microbatch.tokens], entropy[microbatch.tokens] = context.models.score(microbatch)
+    columns.learner_logprobs, columns.entropy = logprobs, entropy
+    if correction.proximal == "recompute":
+        columns.proximal_logprobs = logprobs
+    experience.first_is_scored = early
+
+
+def is_read_early(config: AlgorithmConfig) -> bool:
+    """Whether a stage, or the choice of tokens of a mini-batch, reads the learner's log-probs before the first step."""
+    return (
+        config.kl_reward is not None
+        or isinstance(config.advantages, TokenBaselineAdvantages)
+        or config.correction.needs_whole_batch
+        or config.loss.selects_tokens
+        or any(":" in stage for stage in config.stages)
+    )
+
+
+def reference(experience: Experience, context: StageContext) -> None:
+    """ref_logprobs, where a KL term reads them."""
+    if context.config.needs_reference:
+        with experience.timed("ref"):
+            experience.columns.ref_logprobs = fill(experience, context.models.reference_logprobs)
+
+
+def values(experience: Experience, context: StageContext) -> None:
+    """values of the critic before its first step."""
+    with experience.timed("values"):
+        experience.columns.values = fill(experience, context.models.values)
+
+
+def kl_reward(experience: Experience, context: StageContext) -> None:
+    """kl: what the advantages subtract from the rewards, times the coefficient of now, which then follows the KL."""
+    config, columns, controller = context.config.kl_reward, experience.columns, context.kl_controller
+    if config is None or controller is None:
+        return
+    assert columns.learner_logprobs is not None
+    assert columns.ref_logprobs is not None
+    columns.kl = kl_estimate(
+        columns.learner_logprobs,
+        columns.ref_logprobs,
+        estimator=config.estimator,
+        clamp_estimate=config.clamp_estimate,
+    )
+    columns.kl_coef = controller.coefficient
+    segments = experience.segments
+    has_tokens = (segments.counts() > 0).double()
+    sums = torch.stack([segments.mean(columns.kl.double()).sum(), has_tokens.sum()])
+    mean_kl, num_trajectories = context.models.all_reduce(sums).tolist()
+    mean_kl /= max(num_trajectories, 1.0)
+    experience.metrics["actor/reward_kl_penalty"] = mean_kl
+    experience.metrics["actor/reward_kl_penalty_coeff"] = columns.kl_coef
+    controller.update(mean_kl, int(num_trajectories))
+
+
+def advantage(experience: Experience, context: StageContext) -> None:
+    """advantages, and returns where there is a critic."""
+    config, columns, segments = context.config.advantages, experience.columns, experience.segments
+    batch, kl_reward = experience.batch, context.config.kl_reward
+    if isinstance(config, GaeAdvantages | TokenBaselineAdvantages):
+        clip = None if kl_reward is None or kl_reward.clip_reward is None else kl_reward.clip_reward
+        rewards = token_rewards(
+            batch.rewards[experience.rows].nan_to_num(),  # of the unscored, which have no token here
+            segments,
+            kl=columns.kl,
+            kl_coef=columns.kl_coef,
+            clip=None if clip is None else (-clip, clip),
+        ).float()
+        if isinstance(config, GaeAdvantages):
+            assert columns.values is not None
+            columns.advantages, columns.returns = critic_advantages(
+                config, rewards, columns.values, segments, positions=columns.positions
+            )
+            return
+        assert columns.learner_logprobs is not None
+        columns.advantages, columns.returns = token_baseline_advantages(
+            config,
+            rewards,
+            columns.learner_logprobs,
+            fill(experience, context.models.sum_pi_squared),
+            segments,
+            experience.group_index,
+            positions=columns.positions,
+        )
+        return
+    if isinstance(config, ComponentAdvantages):
+        whole = summed_component_advantages(
+            config, batch.components, batch.group_index, weights=batch.component_weights
+        )
+    else:
+        whole = trajectory_advantages(
+            config,
+            batch.rewards,
+            batch.group_index,
+            lengths=batch.num_trained_tokens,
+            greedy_rewards=batch.greedy_rewards,
+        )
+    mine = whole[experience.rows].float()
+    if isinstance(config, ComponentAdvantages | PassAtKAdvantages):
+        columns.advantages = segments.spread(mine)
+    else:
+        columns.advantages = token_advantages(
+            config, mine, segments, positions=columns.positions, kl=columns.kl, kl_coef=columns.kl_coef
+        )
+
+
+def whiten(experience: Experience, context: StageContext) -> None:
+    """Advantages by the moments of all ranks' tokens, where the estimator asks for it."""
+    config, columns = context.config.advantages, experience.columns
+    assert columns.advantages is not None
+    table = config.whiten if isinstance(config, GaeAdvantages) else None
+    if isinstance(config, Whitened):
+        table = config.token_whitening
+    if table is not None:
+        moments = Moments(context.models.all_reduce(Moments.of(columns.advantages).sums))
+        columns.advantages = whitened(table, columns.advantages, moments)
+
+
+def correct_batch(experience: Experience, context: StageContext) -> None:
+    """correction of the whole batch, where weights or rejections look beyond a trajectory; else the loss makes it."""
+    config, columns = context.config.correction, experience.columns
+    if not config.needs_whole_batch:
+        return
+    assert columns.learner_logprobs is not None
+    assert columns.proximal_logprobs is not None
+    experience.correction = correct(
+        Policies(columns.learner_logprobs, columns.proximal_logprobs, columns.rollout_logprobs),
+        experience.segments,
+        config,
+        advantages=columns.advantages,
+        all_reduce=context.models.all_reduce,
+    )
+
+
+def fill(experience: Experience, model: Callable[[Microbatch], Tensor]) -> Tensor:
+    """[N]: what `model` gives for each microbatch."""
+    column = torch.empty_like(experience.columns.rollout_logprobs)
+    for microbatch in experience.microbatches():
+        column[microbatch.tokens] = model(microbatch)
+    return column

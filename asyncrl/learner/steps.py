@@ -1,0 +1,182 @@
+"""The optimizer steps of a batch: in every epoch one a mini-batch, of the policy and of a critic."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.losses import Counts, denominator
+from asyncrl.algorithms.losses.values import ValueSums, critic_objective, explained_variance, value_sums
+from asyncrl.config import Config
+from asyncrl.config.losses import ValueLossConfig
+from asyncrl.learner.experience import Experience, Microbatch
+from asyncrl.learner.loss import policy_loss, scales_afterwards
+from asyncrl.learner.optimizer import ShardedOptimizer
+from asyncrl.learner.rank_models import RankModels
+from asyncrl.learner.totals import Totals
+from asyncrl.types import Plan
+
+NONE = Counts(0.0, 0.0, 0.0, 0.0)
+UNKNOWN = Counts(1.0, 1.0, 1.0, 1.0)
+"""In place of counts that are known only when the whole mini-batch has been corrected."""
+EARLY_STOP_FACTOR = 1.5
+"""No further step once the KL exceeds so many times target_kl: spinningup's PPO."""
+
+
+class PolicySteps:
+    """Steps of the policy. The same inputs on as many ranks and threads give the same bits on a CPU."""
+
+    def __init__(self, config: Config, models: RankModels, num_ranks: int) -> None:
+        self._config = config
+        self._models = models
+        self._num_ranks = num_ranks
+        self._optimizer = ShardedOptimizer(
+            dict(models.policy.named_parameters()), config.learner, models.group
+        )
+
+    def take(self, experience: Experience, plan: Plan, totals: Totals) -> dict[str, float]:
+        """Raises LearnerError on every rank when a step's gradient is not finite; the steps before it were taken."""
+        norms: list[float] = []
+        metrics: dict[str, float] = {}
+        for _ in range(plan.num_epochs):
+            for number in range(len(plan.minibatches)):
+                scale = self._backward(experience, plan, number, totals)
+                if scale is None:
+                    self._optimizer.drop_gradients()
+                    return metrics | {"actor/grad_norm": fmean(norms or [0.0]), "actor/early_stopped": 1.0}
+                norm, metrics["actor/lr"] = self._optimizer.step(plan.index, len(norms) + 1, scale=scale)
+                norms.append(norm)
+        if self._config.algorithm.target_kl is not None:
+            metrics["actor/early_stopped"] = 0.0
+        return metrics | {"actor/grad_norm": fmean(norms)}
+
+    def _backward(self, experience: Experience, plan: Plan, number: int, totals: Totals) -> float | None:
+        """The gradient of a mini-batch, but for the factor that is returned; None where its KL is over the target."""
+        algorithm = self._config.algorithm
+        counts = counts_of(plan, number)
+        afterwards = scales_afterwards(algorithm)
+        counted, kl_sums = NONE, torch.zeros(2, dtype=torch.float64, device=experience.rows.device)
+        for microbatch in experience.minibatches[number]:
+            output = self._models.policy(microbatch.pack())
+            if number == 0 and not experience.first_is_scored:
+                experience.columns.score(microbatch.tokens, output.logprobs.detach())
+            step = policy_loss(
+                algorithm,
+                experience,
+                microbatch,
+                output,
+                UNKNOWN if afterwards else counts,
+                totals,
+                max_staleness=self._config.max_staleness,
+            )
+            loss = step.loss
+            if output.values is not None:
+                loss = loss + self._shared_critic_loss(experience, microbatch, output.values, counts, totals)
+            # FSDP averages gradients over the ranks; the loss is the sum of their shares.
+            (loss * self._num_ranks).backward()
+            counted, kl_sums = counted + step.counted, kl_sums + step.kl_sums
+        experience.first_is_scored |= number == 0
+        scale = 1.0
+        if afterwards:
+            total = Counts(*self._models.all_reduce(counted.tensor(kl_sums.device)).tolist())
+            table = algorithm.loss.aggregation
+            scale = 1.0 / denominator(
+                total, mode=table.mode, divide_by=table.divide_by, at_least=table.at_least
+            )
+        own_tokens = float(sum(m.tokens.stop - m.tokens.start for m in experience.minibatches[number]))
+        totals.close_step(scale=scale, step_tokens=counts.tokens, own_tokens=own_tokens)
+        if algorithm.target_kl is not None:
+            kl, num_tokens = self._models.all_reduce(kl_sums).tolist()
+            if kl > EARLY_STOP_FACTOR * algorithm.target_kl * num_tokens:
+                return None
+        return scale
+
+    def _shared_critic_loss(
+        self, experience: Experience, microbatch: Microbatch, values: Tensor, counts: Counts, totals: Totals
+    ) -> Tensor:
+        critic = self._config.algorithm.critic
+        assert critic is not None
+        return critic.coef * critic_loss(critic.loss, experience, microbatch, values, counts, totals)
+
+
+class CriticSteps:
+    """Steps of a critic with a body of its own."""
+
+    def __init__(self, config: Config, models: RankModels, num_ranks: int) -> None:
+        assert config.algorithm.critic is not None
+        self._config = config.algorithm.critic
+        self._models = models
+        self._num_ranks = num_ranks
+
+    def take(self, experience: Experience, plan: Plan, totals: Totals) -> dict[str, float]:
+        """As PolicySteps.take; every step compares with the values before the first."""
+        critic = self._models.critic
+        assert critic is not None
+        norms, lr = [], 0.0
+        for _ in range(self._config.epochs or plan.num_epochs):
+            for number, microbatches in enumerate(experience.minibatches):
+                counts = counts_of(plan, number)
+                for microbatch in microbatches:
+                    values = critic.model(microbatch.pack())
+                    loss = critic_loss(self._config.loss, experience, microbatch, values, counts, totals)
+                    (loss * self._num_ranks).backward()
+                own_tokens = float(sum(m.tokens.stop - m.tokens.start for m in microbatches))
+                totals.close_step(scale=1.0, step_tokens=counts.tokens, own_tokens=own_tokens)
+                norm, lr = critic.optimizer.step(plan.index, len(norms) + 1)
+                norms.append(norm)
+        return {"critic/grad_norm": fmean(norms), "critic/lr": lr}
+
+
+def critic_loss(
+    config: ValueLossConfig,
+    experience: Experience,
+    microbatch: Microbatch,
+    values: Tensor,
+    counts: Counts,
+    totals: Totals,
+) -> Tensor:
+    """The microbatch's share of its mini-batch's value loss, with gradient."""
+    columns, part = experience.columns, microbatch.tokens
+    assert columns.values is not None
+    assert columns.returns is not None
+    loss, diagnostics = critic_objective(
+        config,
+        values,
+        columns.values[part],
+        columns.returns[part],
+        experience.segments_of(microbatch),
+        counts=counts,
+        group_index=experience.group_index[microbatch.trajectories],
+    )
+    totals.add_share("critic/vf_loss", loss)
+    for name, of_token in diagnostics.items():
+        totals.add_mean(f"critic/{name}", of_token)
+    return loss
+
+
+def value_metrics(experience: Experience, models: RankModels) -> dict[str, float]:
+    """How well the critic's values before the first step explain the returns of the whole batch. Collective."""
+    columns = experience.columns
+    if columns.values is None or columns.returns is None:
+        return {}
+    sums = models.all_reduce(torch.stack(list(value_sums(columns.values, columns.returns))))
+    num_tokens = sums[0].clamp(min=1)
+    return {
+        "critic/vf_explained_var": float(explained_variance(ValueSums(*sums), epsilon=1e-5)),
+        "critic/returns/mean": float(sums[1] / num_tokens),
+        "critic/values/mean": float((sums[1] - sums[3]) / num_tokens),
+    }
+
+
+def counts_of(plan: Plan, minibatch: int) -> Counts:
+    """Of a mini-batch, over all ranks."""
+    positions = [p for of_rank in plan.minibatches[minibatch] for microbatch in of_rank for p in microbatch]
+    trained = [plan.num_trained_tokens[p] for p in positions]
+    return Counts(
+        tokens=float(sum(sum(group) for group in trained)),
+        trajectories=float(sum(len(group) for group in trained)),
+        trained_trajectories=float(sum(count > 0 for group in trained for count in group)),
+        groups=float(sum(any(group) for group in trained)),
+    )
