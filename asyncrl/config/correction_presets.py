@@ -2,7 +2,8 @@
 
 A value is a dict of keys of `OffPolicyCorrection`. verl's names are its own (`RolloutCorrectionConfig`). Those called
 `bypass_pg_*` weigh a loss without a ratio (REINFORCE); the other `bypass_*` leave that to the ratio of a PPO loss.
-A peer's name alone is its default where it corrects by default, else the setting that its docs recommend.
+A peer's name alone is what it does by default; of those that correct nothing by default (openrlhf, nemo, skyrl, areal,
+roll, slime), what they do once it is switched on, with the bounds that their configurations start from or suggest.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "trl": {"weight": {"level": "sequence", "outside": "zero", "upper": 3.0}, "max_log_ratio": None},
     "trl_async": {"proximal": "bypass", "weight": None},
     "openrlhf": {"weight": {"level": "token", "lower": 0.5, "upper": 5.0}},
-    "nemo": {"weight": {"level": "token", "upper": 2.0}, "max_log_ratio": None},
+    "nemo": {"weight": {"level": "token", "upper": None}, "max_log_ratio": None},
     "skyrl": {
         "weight": {"level": "token", "upper": 2.0},
         "rejections": (
@@ -70,7 +71,9 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "m2po": {"weight": None, "rejections": ({"type": "m2po", "threshold": 0.04},)},
     "roll": {"weight": {"level": "token", "upper": 1.2}, "max_log_ratio": None},
     "slime": {"weight": {"level": "token", "upper": 2.0}, "max_log_ratio": None},
+    "torchrl": {"proximal": "bypass", "weight": None},
     "prime_rl": {"proximal": "bypass", "weight": None},
+    # Off-policy sequence masking; TRL's off_policy_mask_threshold. It has no customary bound.
     "deepseek_v3_2": {
         "weight": None,
         "rejections": (

@@ -38,14 +38,14 @@ def corrected(ratios, counts, *, advantages=None, learner=None, **options):
 @pytest.mark.parametrize(
     ("level", "outside", "expected"),
     [
-        ("token", "truncate", [2.0, 1.0, 1.5, 0.2]),  # mutation: the bound of the other side
+        ("token", "truncate", [2.0, 1.0, 1.5, 0.25]),  # mutations: either bound left out
         ("token", "zero", [0.0, 1.0, 1.5, 0.0]),  # mutation: a ratio on the bound zeroed
         ("sequence", "truncate", [2.0, 2.0, 0.3, 0.3]),  # mutation: one product for all trajectories
         ("geometric", "truncate", [2.0, 2.0, 0.3**0.5, 0.3**0.5]),  # mutation: the arithmetic mean
     ],
 )
 def test_weights_at_each_level(level, outside, expected):
-    lower = 0.1 if outside == "truncate" else 1.0
+    lower = 0.25 if outside == "truncate" else 1.0
     weight = {"level": level, "outside": outside, "lower": lower, "upper": 2.0}
     found = corrected([4.0, 1.0, 1.5, 0.2], [2, 2], weight=weight)
     assert found.weights.tolist() == pytest.approx(expected)
@@ -131,7 +131,10 @@ RATIOS, COUNTS = [1.0, 1.5, 0.8, 1.0, 3.0, 0.4], [3, 3]  # products 1.2, 1.2; me
             {"statistic": "ratio_deviation", "over": "mean", "upper": 0.5},
             [1, 1, 1, 0, 0, 0],
         ),  # 0.7 / 3, 2.6 / 3
-        ({"statistic": "multiplicative_error", "over": "max", "upper": 2.0}, [1, 1, 1, 0, 0, 0]),
+        (
+            {"statistic": "multiplicative_error", "over": "token", "upper": 2.2},
+            [1, 1, 1, 1, 0, 0],
+        ),  # 3 and 1 / 0.4
         ({"statistic": "probability_difference", "over": "token", "lower": -0.1}, [1, 1, 1, 1, 1, 0]),
         ({"over": "token"}, [1, 1, 1, 1, 1, 1]),  # without bounds it only reports
     ],
@@ -217,6 +220,13 @@ def test_m2po_keeps_the_most_tokens_under_the_threshold(tenths, threshold):
     found = correct(policies, Segments.of_counts([len(tenths)]), config)
     largest = within_by_hand(squares, threshold)
     assert found.kept.tolist() == [square <= largest for square in squares]
+
+
+def test_m2po_leaves_a_nan_in_the_loss_for_the_gradient_norm_to_refuse():
+    log_ratio = torch.tensor([0.1, nan, 0.15, 3.0])
+    policies = Policies(log_ratio, log_ratio, torch.zeros(4))
+    found = correct(policies, Segments.of_counts([4]), OffPolicyCorrection(preset="m2po"))
+    assert found.kept.tolist() == [True, True, True, False]
 
 
 class Ranks:

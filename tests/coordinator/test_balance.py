@@ -38,7 +38,8 @@ def test_every_item_is_in_one_part_and_equal_counts_differ_by_one(method, costs,
         assert max(counts) - min(counts) <= 1
 
 
-# Mutation caught: no refinement (4/3 of the best, as for Graham's bound, is then met: 3, 3, 2, 2, 2 in 2 gives 7).
+# Longest first stays within 4/3 - 1/(3 k) of the best (Graham 1969), and neither the choice nor an exchange makes the
+# heaviest part heavier. Mutation caught: an exchange that forgets what it takes.
 @given(costs=st.lists(st.integers(1, 30), min_size=1, max_size=8), num_parts=st.integers(1, 3))
 @settings(deadline=None, max_examples=60)
 def test_the_heaviest_part_is_near_the_best_there_is(costs, num_parts):
@@ -46,10 +47,15 @@ def test_the_heaviest_part_is_near_the_best_there_is(costs, num_parts):
         max(sum(c for c, p in zip(costs, places, strict=True) if p == part) for part in range(num_parts))
         for places in product(range(num_parts), repeat=len(costs))
     )
-    assert best <= max(part_costs(balance(costs, num_parts), costs)) <= 7 / 6 * best
+    assert (
+        best
+        <= max(part_costs(balance(costs, num_parts), costs))
+        <= (4 / 3 - 1 / (3 * num_parts)) * best + 1e-9
+    )
 
 
 def test_exchanges_find_what_greedy_methods_miss():
+    # Mutation caught: no refinement.
     assert sorted(part_costs(balance([3, 3, 2, 2, 2], 2), [3, 3, 2, 2, 2])) == [6, 6]
     costs = [8, 7, 6, 5, 4]  # differencing alone gives 16 and 14
     assert sorted(part_costs(balance(costs, 2), costs)) == [15, 15]

@@ -47,5 +47,5 @@ def log_linear_proximal(
     itself, whose sampler was the proximal policy, and towards 1 the older it is. AReaL's `loglinear`. Instead of a
     forward pass it assumes that log-probs move evenly from version to version; engine mismatch stays in it.
     """
-    age = (proximal_version - token_versions).clamp(min=0).to(rollout_logprobs.dtype)
+    age = (proximal_version - token_versions).to(rollout_logprobs.dtype)
     return torch.lerp(rollout_logprobs.detach(), learner_logprobs.detach(), age / (age + 1))
