@@ -163,7 +163,7 @@ def receive_shard(shard: Shard, device: torch.device) -> Experience:
     batch = BatchRewards(
         rewards=torch.tensor(flat, dtype=torch.float64, device=device),
         group_index=torch.arange(len(sizes), device=device).repeat_interleave(
-            torch.tensor(sizes, device=device)
+            torch.tensor(sizes, dtype=torch.int64, device=device)
         ),
         num_trained_tokens=torch.tensor(counts, dtype=torch.int64, device=device),
         components=torch.empty(0, len(flat), dtype=torch.float64, device=device),

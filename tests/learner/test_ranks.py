@@ -47,6 +47,17 @@ def whole(folder: Path, what: str, num_ranks: int) -> dict[str, torch.Tensor]:
     return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
 
+def assert_same_metrics(one, *two):
+    """Both ranks report the same bits, and the numbers of one rank; times are a rank's own."""
+    of_one, first, second = (
+        {name: value for name, value in report["metrics"].items() if not name.startswith("timing_s/")}
+        for report in (one, *two)
+    )
+    assert first == second
+    assert len(of_one) > 15
+    assert of_one == pytest.approx(first, rel=1e-4, abs=1e-5)
+
+
 # Mutations caught: gradients averaged instead of summed over ranks (half as large); each rank dividing by its own
 # token count; advantages from the rank's own groups; an empty microbatch skipped (the ranks hang).
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False)])
@@ -60,9 +71,7 @@ def test_two_ranks_take_the_step_of_one(tmp_path, kind, tied):
     one_weights, two_weights = whole(tmp_path / "one", "weights", 1), whole(tmp_path / "two", "weights", 2)
     for name, tensor in one_weights.items():
         torch.testing.assert_close(two_weights[name], tensor, rtol=1e-5, atol=1e-6)
-    assert two[0]["metrics"] == two[1]["metrics"]
-    for name, value in one["metrics"].items():
-        assert two[0]["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert_same_metrics(one, *two)
 
     assert two[0]["row_offsets"]["model.embed_tokens.weight"] == 0
     assert two[1]["row_offsets"]["model.embed_tokens.weight"] == 34  # ceil(67 / 2)
@@ -88,12 +97,10 @@ def test_two_ranks_take_the_steps_of_one(tmp_path):
             torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
     assert expected_metrics["actor/pg_clipfrac"] > 0
     for metrics in (one["metrics"], two[0]["metrics"], two[1]["metrics"]):
-        assert metrics.pop("timing_s/old_log_prob") > 0
+        assert "timing_s/old_log_prob" in metrics
         for name, value in expected_metrics.items():
             assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
-    assert two[0]["metrics"] == two[1]["metrics"]
-    for name, value in one["metrics"].items():
-        assert two[0]["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert_same_metrics(one, *two)
 
 
 def test_ranks_with_different_plans_stop_and_name_both(tmp_path):
