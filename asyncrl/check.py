@@ -122,7 +122,7 @@ def _pacing(config: Config) -> Rows:
         f"at most {(bound + 1) * config.learner.prompts_per_batch}: leased or finished, in no batch yet",
     )
     in_flight, num_prompts = rollout.max_groups_in_flight, config.learner.prompts_per_batch
-    most = max(1, rollout.max_num_seqs // rollout.group_size) if in_flight == "auto" else in_flight
+    most = max(1, rollout.max_num_seqs // config.rollouts_per_group) if in_flight == "auto" else in_flight
     shown = f"at most {most} (auto: what the KV cache holds)" if in_flight == "auto" else in_flight
     yield "groups in flight", f"{shown} a server, {rollout.num_servers} servers from here"
     if bound and most * max(1, rollout.num_servers) > num_prompts:

@@ -90,9 +90,16 @@ class Trajectory:
     """Why there is no reward, on one line."""
     reward_components: dict[str, float] = field(default_factory=dict)
     """What each reward gave, by its label and before its weight; empty unless status is SCORED."""
+    shaped_reward: float | None = None
+    """What it is trained with, where the recipe shapes rewards; the coordinator's own, never on the wire."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def trained_reward(self) -> float | None:
+        """After shaping, if there is any."""
+        return self.reward if self.shaped_reward is None else self.shaped_reward
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -162,6 +169,10 @@ class Plan(msgspec.Struct, frozen=True):
     has equally many microbatches a rank; an empty one has weight 0."""
     num_epochs: int
     """Passes over the mini-batches, in the same order each time: minibatches x epochs optimizer steps."""
+    components: dict[str, list[list[float | None]]] = {}
+    """Reward label -> [group][trajectory], before weights; only for advantages that read them one by one."""
+    num_greedy: int = 0
+    """The last so many trajectories of every group are greedy rollouts: baselines, which do not train."""
 
     @property
     def num_ranks(self) -> int:

@@ -104,7 +104,7 @@ class AlgorithmConfig(Table):
         peer = value.get("preset")
         if isinstance(peer, str) and peer in get_args(Peer):
             _put_preset(tree, peer)
-        return tree
+        return _with_tuples(tree)
 
     @field_validator("stages")
     @classmethod
@@ -137,6 +137,13 @@ class AlgorithmConfig(Table):
     def needs_reference(self) -> bool:
         """Whether some term reads the reference model."""
         return self.kl_reward is not None or (self.loss.kl is not None and self.loss.kl.reference == "ref")
+
+
+def _with_tuples(value: Any) -> Any:
+    """Lists are tuples in every table here, and pydantic knows JSON's lists only before a validator has seen them."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(_with_tuples(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _put_preset(tree: dict[str, Any], peer: str) -> None:

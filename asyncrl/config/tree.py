@@ -6,6 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from asyncrl.config.advantages import (
+    ComponentAdvantages,
+    OutcomeAdvantages,
+    PassAtKAdvantages,
+    TokenBaselineAdvantages,
+)
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import CheckpointConfig, LearnerConfig
 from asyncrl.config.reward import RewardConfig
@@ -77,9 +83,8 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
-        if self.rollout.group_size < 2:
-            raise ValueError("rollout.group_size 1 gives grpo no group to compare with; use at least 2")
-        if self.rollout.group_size > self.rollout.max_num_seqs:
+        self._check_group_size()
+        if self.rollouts_per_group > self.rollout.max_num_seqs:
             raise ValueError(
                 f"rollout.group_size {self.rollout.group_size} exceeds rollout.max_num_seqs "
                 f"{self.rollout.max_num_seqs}; a group must fit the engine at once"
@@ -99,6 +104,17 @@ class Config(Table):
         return self
 
     @property
+    def num_greedy(self) -> int:
+        """Greedy rollouts of every prompt, besides the group's: advantages with a greedy baseline need one."""
+        advantages = self.algorithm.advantages
+        return int(isinstance(advantages, OutcomeAdvantages) and advantages.baseline == "greedy")
+
+    @property
+    def rollouts_per_group(self) -> int:
+        """Trajectories of a group as it travels."""
+        return self.rollout.group_size + self.num_greedy
+
+    @property
     def resolved_algorithm(self) -> AlgorithmConfig:
         """`algorithm`, with the lengths that it leaves to the rollout."""
         algorithm, longest = self.algorithm, self.rollout.max_completion_tokens
@@ -109,6 +125,20 @@ class Config(Table):
         if shaping.overlong is not None:
             shaping = shaping.model_copy(update={"overlong": shaping.overlong.resolved(longest)})
         return algorithm.model_copy(update={"loss": loss, "shaping": shaping})
+
+    def _check_group_size(self) -> None:
+        advantages = self.algorithm.advantages
+        compares = isinstance(
+            advantages, PassAtKAdvantages | ComponentAdvantages | TokenBaselineAdvantages
+        ) or (
+            isinstance(advantages, OutcomeAdvantages)
+            and advantages.baseline in ("mean", "leave_one_out", "length_weighted")
+            and advantages.baseline_over == "group"
+        )
+        if self.rollout.group_size < 2 and compares:
+            raise ValueError(
+                f"rollout.group_size 1 gives {self.algorithm.type} no group to compare with; use at least 2"
+            )
 
     def _check_evaluation(self) -> None:
         every = self.eval.every

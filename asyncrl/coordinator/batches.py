@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from asyncrl.coordinator.balance import balance, group_cost, pack
 from asyncrl.coordinator.staleness import FinishedGroup, OverAge, oldest_trained_version
 from asyncrl.envs.reward_messages import is_vote
 from asyncrl.types import Plan, Status, Trajectory, TrajectoryGroup
@@ -63,60 +64,68 @@ def plan_batch(
     max_tokens: int,
     num_minibatches: int = 1,
     num_epochs: int = 1,
+    hidden_size: int = 1024,
+    shuffle_seed: int | None = None,
+    components: Sequence[str] = (),
+    num_greedy: int = 0,
 ) -> Plan:
     """Spreads groups (sorted by ordinal) over mini-batches, ranks and microbatches: a pure function of the batch.
 
     Groups are dealt to the mini-batches in turn, so their sizes differ by one at most, and none gets all of the
-    lowest ordinals, which are the batch's oldest. Every epoch goes over the same mini-batches: ranks stay
-    balanced in each, and a group stays on its rank, where its proximal log-probs are. Nothing is shuffled: the
-    data order is.
+    lowest ordinals, which are the batch's oldest; with `shuffle_seed` they are dealt in a random order instead. Every
+    epoch goes over the same mini-batches: ranks stay balanced in each, and a group stays on its rank, where its
+    proximal log-probs are.
+
+    `hidden_size`: of the model; it weighs the matrices against attention in a group's cost. `components`: labels of
+    rewards that the ranks read one by one.
     """
-    num_tokens = [group.num_tokens for group in groups]
+    order = list(range(len(groups)))
+    if shuffle_seed is not None:
+        order = np.random.Generator(np.random.PCG64([shuffle_seed, index])).permutation(order).tolist()
     return Plan(
         index=index,
         ordinals=[group.ordinal for group in groups],
-        rewards=[[t.reward for t in group.trajectories] for group in groups],
+        rewards=[[t.trained_reward for t in group.trajectories] for group in groups],
         num_trained_tokens=[[int(t.loss_mask.sum()) for t in group.trajectories] for group in groups],
         minibatches=[
-            _spread(range(first, len(groups), num_minibatches), num_tokens, num_ranks, max_tokens)
+            _spread(order[first::num_minibatches], groups, num_ranks, max_tokens, hidden_size)
             for first in range(num_minibatches)
         ],
         num_epochs=num_epochs,
+        components={
+            label: [[t.reward_components.get(label) for t in group.trajectories] for group in groups]
+            for label in components
+        },
+        num_greedy=num_greedy,
     )
 
 
 def _spread(
-    positions: Sequence[int], num_tokens: list[int], num_ranks: int, max_tokens: int
+    positions: Sequence[int], groups: list[TrajectoryGroup], num_ranks: int, max_tokens: int, hidden_size: int
 ) -> list[list[list[int]]]:
     """[rank][microbatch] -> positions, of one mini-batch.
 
-    Groups go to the least loaded rank, longest first (by packed tokens, ties by ordinal and rank); a rank
-    fills its microbatches up to `max_tokens` in order of ordinal; every rank gets equally many microbatches,
-    the missing ones empty (weight 0). A group over `max_tokens` is a microbatch of its own.
+    Ranks get equal work (balance.py); a rank's microbatches hold at most `max_tokens` packed tokens, but for a group
+    that exceeds them alone, and are about equally full. Every rank has equally many, if need be empty ones (weight 0).
     """
-    loads = [0] * num_ranks
-    owned: list[list[int]] = [[] for _ in range(num_ranks)]
-    for position in sorted(positions, key=lambda p: (-num_tokens[p], p)):
-        rank = loads.index(min(loads))
-        loads[rank] += num_tokens[position]
-        owned[rank].append(position)
-    microbatches = [_fill(sorted(of_rank), num_tokens, max_tokens) for of_rank in owned]
-    most = max(len(of_rank) for of_rank in microbatches)
-    for of_rank in microbatches:
-        of_rank.extend([] for _ in range(most - len(of_rank)))
-    return microbatches
+    positions = sorted(positions)
+    costs = [
+        group_cost(
+            len(groups[p].prompt_ids), [len(t) for t in groups[p].trajectories], linear=6.0 * hidden_size
+        )
+        for p in positions
+    ]
+    owned = [[positions[item] for item in part] for part in balance(costs, num_ranks)]
 
+    def microbatches(rank: int, at_least: int) -> list[list[int]]:
+        sizes = [float(groups[p].num_tokens) for p in owned[rank]]
+        parts = pack(sizes, float(max_tokens), min_parts=min(at_least, len(sizes)))
+        return [sorted(owned[rank][item] for item in part) for part in parts]
 
-def _fill(positions: list[int], num_tokens: list[int], max_tokens: int) -> list[list[int]]:
-    microbatches: list[list[int]] = []
-    room = 0
-    for position in positions:
-        if not microbatches or num_tokens[position] > room:
-            microbatches.append([])
-            room = max_tokens
-        microbatches[-1].append(position)
-        room -= num_tokens[position]
-    return microbatches
+    most = max(1, *(len(microbatches(rank, 1)) for rank in range(num_ranks)))
+    spread = [sorted(microbatches(rank, most)) for rank in range(num_ranks)]
+    most = max(len(of_rank) for of_rank in spread)
+    return [of_rank + [[]] * (most - len(of_rank)) for of_rank in spread]
 
 
 def batch_metrics(plan: Plan, masked: list[MaskedGroup]) -> dict[str, float]:
@@ -124,7 +133,7 @@ def batch_metrics(plan: Plan, masked: list[MaskedGroup]) -> dict[str, float]:
 
     Rewards are over scored trajectories, staleness over trained tokens (weighted by token), lengths over all.
     """
-    trajectories = [t for m in masked for t in m.group.trajectories]
+    trajectories = [t for m in masked for t in _sampled(m.group, plan.num_greedy)]
     scored = [t for t in trajectories if t.status is Status.SCORED]
     rewards = np.array([t.reward for t in scored])
     lengths = np.array([len(t) for t in trajectories])
@@ -137,7 +146,9 @@ def batch_metrics(plan: Plan, masked: list[MaskedGroup]) -> dict[str, float]:
         "critic/score/mean": float(rewards.mean()),
         "critic/score/max": float(rewards.max()),
         "critic/score/min": float(rewards.min()),
-        "critic/rewards/mean": float(rewards.mean()),
+        "critic/rewards/mean": float(
+            np.mean([t.trained_reward for t in scored if t.trained_reward is not None])
+        ),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
@@ -151,11 +162,20 @@ def batch_metrics(plan: Plan, masked: list[MaskedGroup]) -> dict[str, float]:
         "staleness/max": float(ages.max()),
         "staleness/masked_share": num_masked / (num_masked + ages.size),
         "rollout/failed": float(len(trajectories) - len(scored)),
-        "rollout/equal_reward_groups": float(sum(_equal_rewards(rewards) for rewards in plan.rewards)),
+        "rollout/equal_reward_groups": float(
+            sum(
+                _equal_rewards([t.trained_reward for t in _sampled(m.group, plan.num_greedy)]) for m in masked
+            )
+        ),
         "batch/trained_tokens": float(ages.size),
         "batch/completion_tokens": float(lengths.sum()),
         **component_means(scored),
     }
+
+
+def _sampled(group: TrajectoryGroup, num_greedy: int) -> list[Trajectory]:
+    """Without the greedy rollouts at the end."""
+    return group.trajectories[: len(group.trajectories) - num_greedy]
 
 
 def component_means(trajectories: list[Trajectory]) -> dict[str, float]:

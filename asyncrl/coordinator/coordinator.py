@@ -61,8 +61,10 @@ class Coordinator:
         directory: RunDirectory,
         *,
         eval_dataset: Dataset | None = None,
+        hidden_size: int = 1024,
     ) -> None:
-        """`eval_dataset`: of data.eval; None where nothing is evaluated."""
+        """`eval_dataset`: of data.eval; None where nothing is evaluated. `hidden_size`: of the model, by which the
+        ranks' work is estimated."""
         eval_dataset = Dataset(()) if eval_dataset is None else eval_dataset
         order = DataOrder(config.seed, dataset.sizes, dataset.weights)
         pacing = Pacing(config.learner.prompts_per_batch, config.max_staleness, config.learner.max_versions)
@@ -86,7 +88,7 @@ class Coordinator:
             config, eval_dataset, self._evaluations, self._server_side.send, self.status, directory
         )
         self._learner_side = LearnerSide(
-            config, dataset, order, mailbox, self._ledger, self.status, directory
+            config, dataset, order, mailbox, self._ledger, self.status, directory, hidden_size=hidden_size
         )
         self._is_trained = False
         """Whether the last version is."""

@@ -87,7 +87,7 @@ class EvalSide:
 
     def _max_leases(self, server: ServerState) -> int:
         """Prompts that a server evaluates at once: half of its requests, or what training does not use."""
-        group_size = self._config.rollout.group_size
+        group_size = self._config.rollouts_per_group
         num_requests = server.max_groups_in_flight * group_size
         unused = num_requests - server.num_leases * group_size
         return max(1, max(num_requests // 2, unused) // self._config.eval.num_samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from asyncrl.config import Config, shared_digest
+from asyncrl.config.advantages import ComponentAdvantages
 from asyncrl.coordinator.batches import MaskedGroup, batch_metrics, mask_group, plan_batch
 from asyncrl.coordinator.ledger import Ledger
 from asyncrl.coordinator.mailbox import Mailbox
@@ -12,6 +13,7 @@ from asyncrl.coordinator.order import DataOrder
 from asyncrl.coordinator.staleness import can_form_batch
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.envs.dataset import Dataset
+from asyncrl.envs.rewards import reward_labels
 from asyncrl.envs.rows import answer_of
 from asyncrl.errors import PeerLost
 from asyncrl.run_directory import PromptText, RunDirectory
@@ -43,6 +45,8 @@ class LearnerSide:
         ledger: Ledger,
         status: RunStatus,
         directory: RunDirectory,
+        *,
+        hidden_size: int,
     ) -> None:
         self.ranks: dict[int, bytes] = {}
         self.version = -1
@@ -58,6 +62,11 @@ class LearnerSide:
         self._ledger = ledger
         self._status = status
         self._directory = directory
+        self._hidden_size = hidden_size
+        algorithm = config.algorithm
+        self._shuffles = "shuffle" in algorithm.stages
+        reads_components = isinstance(algorithm.advantages, ComponentAdvantages)
+        self._components = reward_labels([r.name for r in config.reward]) if reads_components else []
         self._formed: dict[int, tuple[dict[str, float], list[TrajectoryGroup]]] = {}
 
     async def take_in(self, peer: bytes, hello: RankHello) -> None:
@@ -192,6 +201,10 @@ class LearnerSide:
             max_tokens=learner.max_tokens_per_microbatch,
             num_minibatches=learner.minibatches,
             num_epochs=learner.epochs,
+            hidden_size=self._hidden_size,
+            shuffle_seed=self._config.seed if self._shuffles else None,
+            components=self._components,
+            num_greedy=self._config.num_greedy,
         )
         metrics = batch_metrics(plan, masked)
         if metrics["rollout/equal_reward_groups"] == len(groups):

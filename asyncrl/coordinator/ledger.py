@@ -80,6 +80,8 @@ class Ledger:
         self._refusals: Counter[int] = Counter()
         self.num_untrainable_in_a_row = 0
         """Groups consumed without training since the last one that came with something to train."""
+        self.num_filtered_in_a_row = 0
+        """Groups that the recipe filtered since the last one that it kept."""
         self._untrainable: list[TrajectoryGroup] = []
         self._next_ordinal = 0
 
@@ -121,8 +123,11 @@ class Ledger:
         self._by_server.setdefault(server, set()).add(ordinal)
         return lease
 
-    def accept(self, group: TrajectoryGroup) -> Verdict:
-        """Takes a finished group in, whoever sends it: the first result of an ordinal wins."""
+    def accept(self, group: TrajectoryGroup, *, is_filtered: bool = False) -> Verdict:
+        """Takes a finished group in, whoever sends it: the first result of an ordinal wins.
+
+        `is_filtered`: the recipe does not train it. It is consumed, so that the next ordinal takes its place.
+        """
         ordinal = group.ordinal
         if ordinal in self._finished or ordinal in self.consumed:
             self.counts["groups_duplicate"] += 1
@@ -139,8 +144,14 @@ class Ledger:
         described = describe_finished(group)
         if described.newest_trainable_version is None:
             self._consume_untrainable(ordinal, group)
-        else:
+        elif is_filtered:
+            self.consumed.add(ordinal)
+            self._untrainable.append(group)
+            self.counts["groups_filtered"] += 1
+            self.num_filtered_in_a_row += 1
             self.num_untrainable_in_a_row = 0
+        else:
+            self.num_untrainable_in_a_row = self.num_filtered_in_a_row = 0
             self._finished[ordinal] = group
             self._described[ordinal] = described
         return Verdict.ACCEPTED

@@ -10,6 +10,7 @@ from asyncrl.coordinator.ledger import LeaseRecord, Ledger, Verdict
 from asyncrl.coordinator.mailbox import Mailbox, Refusal
 from asyncrl.coordinator.order import DataOrder, request_seed
 from asyncrl.coordinator.servers import Servers, ServerState
+from asyncrl.coordinator.shaping import admit
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.envs.dataset import Dataset
 from asyncrl.errors import PeerLost, RewardError, WireError
@@ -63,6 +64,7 @@ class ServerSide:
         self._evaluations = evaluations
         self._status = status
         self._directory = directory
+        self._algorithm = config.resolved_algorithm
         self._offer: WeightsOffer | None = None
         self._last_detail = ""
 
@@ -134,10 +136,10 @@ class ServerSide:
             _, row = self._order.place(lease.ordinal)
             seeds = [
                 request_seed(self._config.seed, lease.ordinal, sample, lease.redraw)
-                for sample in range(self._config.rollout.group_size)
+                for sample in range(self._config.rollouts_per_group)
             ]
             kept = self._dataset[row]
-            message = Lease(lease.ordinal, lease.redraw, seeds, kept.row)
+            message = Lease(lease.ordinal, lease.redraw, seeds, kept.row, self._config.num_greedy)
             await self.send(server, message, kept.token_ids)
 
     def _next_lease(self) -> tuple[ServerState, LeaseRecord] | None:
@@ -198,7 +200,8 @@ class ServerSide:
             await self.send(server, Stop(error))
 
     async def _take_group(self, server: ServerState, group: TrajectoryGroup) -> None:
-        verdict = self._ledger.accept(group)
+        admitted = admit(group, self._algorithm, num_greedy=self._config.num_greedy)
+        verdict = self._ledger.accept(admitted.group, is_filtered=admitted.is_filtered)
         self._count_leases(server)
         await self.send(server, Acknowledged([(group.ordinal, group.redraw)]))
         if verdict is Verdict.UNKNOWN:
@@ -238,6 +241,13 @@ class ServerSide:
 
     def check_rewards(self) -> None:
         """Raises RewardError when nothing can be trained any more, instead of drawing prompts for ever."""
+        num_filtered = self._ledger.num_filtered_in_a_row
+        if num_filtered >= self._algorithm.max_filtered_batches * self._config.learner.prompts_per_batch:
+            raise RewardError(
+                f"algorithm.filter left out {num_filtered} groups in a row (algorithm.max_filtered_batches "
+                f"{self._algorithm.max_filtered_batches} x learner.prompts_per_batch): every one is too easy or too "
+                "hard; use other prompts, a larger rollout.group_size, or another filter"
+            )
         num_groups = self._ledger.num_untrainable_in_a_row
         if num_groups >= self._max_untrainable:
             raise RewardError(

@@ -8,16 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from asyncrl.config import AlgorithmConfig
 from asyncrl.config.shaping import FilterConfig, OverlongPenalty, Rescaling, ShapingConfig
 from asyncrl.types import Trajectory, TrajectoryGroup
 
 
+class Admitted(NamedTuple):
+    """A group as it enters the ledger."""
+
+    group: TrajectoryGroup
+    is_filtered: bool
+    """The recipe does not train it."""
+
+
+def admit(group: TrajectoryGroup, algorithm: AlgorithmConfig, *, num_greedy: int) -> Admitted:
+    """The recipe's `filter` and `shape`, in the order in which it names them; greedy rollouts never train.
+
+    The filter reads the reward before shaping, whatever the order: a length penalty would make every group look
+    informative.
+    """
+    num_sampled = len(group.trajectories) - num_greedy
+    sampled = replace(group, trajectories=group.trajectories[:num_sampled])
+    is_filtered = "filter" in algorithm.stages and is_dropped(sampled, algorithm.filter)
+    if "shape" in algorithm.stages and algorithm.shaping != ShapingConfig():
+        sampled = shape_group(sampled, algorithm.shaping)
+    greedy = [replace(t, loss_mask=np.zeros_like(t.loss_mask)) for t in group.trajectories[num_sampled:]]
+    return Admitted(replace(group, trajectories=[*sampled.trajectories, *greedy]), is_filtered)
+
+
 def shape_group(group: TrajectoryGroup, config: ShapingConfig) -> TrajectoryGroup:
-    """The group with shaped rewards and loss masks; the arrays of `group` are not written to.
+    """The group with `shaped_reward` and loss masks; `reward` stays, and the arrays of `group` are not written to.
 
     Ask `is_dropped` first: it reads the rewards before shaping, since a length penalty would make every group
     look informative.
@@ -37,7 +61,7 @@ def _shaped(trajectory: Trajectory, config: ShapingConfig) -> Trajectory:
             reward -= overlong_penalty(len(trajectory), config.overlong)
     if truncated and config.truncated == "mask":
         loss_mask = np.zeros_like(loss_mask)
-    return replace(trajectory, reward=reward, loss_mask=loss_mask)
+    return replace(trajectory, shaped_reward=reward, loss_mask=loss_mask)
 
 
 def overlong_penalty(num_tokens: int, config: OverlongPenalty) -> float:

@@ -26,6 +26,15 @@ def read_vocab_size(model_path: Path) -> int:
     return vocab_size
 
 
+def read_hidden_size(model_path: Path) -> int:
+    """Width of the model's hidden states."""
+    model = read_model_config(model_path)
+    hidden_size = model.get("hidden_size") or model.get("text_config", {}).get("hidden_size")
+    if not isinstance(hidden_size, int):
+        raise ConfigError(f"model: {model_path}/config.json has no hidden_size")
+    return hidden_size
+
+
 def check_length(model_path: Path, num_tokens: int) -> None:
     """Raises ConfigError when prompt and completion together may exceed the model's positions."""
     model = read_model_config(model_path)

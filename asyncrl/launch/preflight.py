@@ -125,7 +125,7 @@ def max_sequence_tokens(config: Config) -> int:
 def max_group_tokens(config: Config) -> int:
     """A packed group: the longest prompt once, then its longest completions. Tokens."""
     rollout = config.rollout
-    return config.data.max_prompt_tokens + rollout.group_size * rollout.max_completion_tokens
+    return config.data.max_prompt_tokens + config.rollouts_per_group * rollout.max_completion_tokens
 
 
 def snapshot_bytes(config: Config, model_path: Path, device: str) -> int:

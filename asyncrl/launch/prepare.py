@@ -94,7 +94,7 @@ def message_limits(config: Config, model_path: Path) -> Limits:
     """What every process of a run holds received messages to."""
     return Limits(
         vocab_size=read_vocab_size(model_path),
-        group_size=config.rollout.group_size,
+        group_size=config.rollouts_per_group,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_completion_tokens=config.rollout.max_completion_tokens,
         eval_num_samples=config.eval.num_samples,

@@ -26,6 +26,7 @@ from asyncrl.envs.eval_report import num_eval_prompts
 from asyncrl.errors import first_cause, last_line
 from asyncrl.launch.child import ChildSpec
 from asyncrl.launch.console import show
+from asyncrl.launch.model_facts import read_hidden_size
 from asyncrl.launch.prepare import Prepared, message_limits, prepare, prompts_found
 from asyncrl.launch.processes import Processes
 from asyncrl.launch.resources import ROLES
@@ -134,6 +135,7 @@ class Launch:
                 mailbox,
                 self._directory,
                 eval_dataset=self._prepared.eval_dataset,
+                hidden_size=read_hidden_size(self._prepared.model_path),
             )
             self._announce(mailbox.address)
             async with Trackers(

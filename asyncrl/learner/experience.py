@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncrl.algorithms.correction import Correction
 from asyncrl.algorithms.segments import Segments
 from asyncrl.learner.packing import PackedMicrobatch, pack
-from asyncrl.types import Shard, TrajectoryGroup
+from asyncrl.types import Plan, Shard, TrajectoryGroup
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,8 +85,6 @@ class BatchRewards:
     """int64"""
     components: Tensor
     """[C, R] float64: each of the rewards before weights, NaN where it does not apply; C is 0 unless they are read."""
-    component_weights: list[float]
-    """[C]"""
     greedy_rewards: Tensor | None
     """float64: of the greedy rollout of the trajectory's prompt, where there is one."""
 
@@ -158,18 +156,7 @@ def receive_shard(shard: Shard, device: torch.device) -> Experience:
         ),
         positions=_column(trained, torch.int64, device),
     )
-    flat = [float("nan") if reward is None else reward for group in plan.rewards for reward in group]
-    counts = [count for group in plan.num_trained_tokens for count in group]
-    batch = BatchRewards(
-        rewards=torch.tensor(flat, dtype=torch.float64, device=device),
-        group_index=torch.arange(len(sizes), device=device).repeat_interleave(
-            torch.tensor(sizes, dtype=torch.int64, device=device)
-        ),
-        num_trained_tokens=torch.tensor(counts, dtype=torch.int64, device=device),
-        components=torch.empty(0, len(flat), dtype=torch.float64, device=device),
-        component_weights=[],
-        greedy_rewards=None,
-    )
+    batch = _batch_rewards(plan, sizes, device)
     segments = Segments.of_counts(torch.tensor([len(i) for i in trained], dtype=torch.int64, device=device))
     return Experience(
         plan.index,
@@ -179,6 +166,33 @@ def receive_shard(shard: Shard, device: torch.device) -> Experience:
         columns,
         _cut(shard, device),
     )
+
+
+def _batch_rewards(plan: Plan, sizes: list[int], device: torch.device) -> BatchRewards:
+    rewards = _flat(plan.rewards, device)
+    index = torch.arange(len(sizes), device=device)
+    group_index = index.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=device))
+    greedy_rewards = None
+    if plan.num_greedy:
+        ends = torch.tensor(sizes, dtype=torch.int64, device=device).cumsum(0)
+        greedy_rewards = rewards[ends - 1][group_index]
+        for back in range(1, plan.num_greedy + 1):  # baselines, and no trajectories to compare with
+            rewards[ends - back] = torch.nan
+    counts = [count for group in plan.num_trained_tokens for count in group]
+    components = [_flat(values, device) for values in plan.components.values()]
+    return BatchRewards(
+        rewards=rewards,
+        group_index=group_index,
+        num_trained_tokens=torch.tensor(counts, dtype=torch.int64, device=device),
+        components=torch.stack(components) if components else rewards.new_empty(0, len(rewards)),
+        greedy_rewards=greedy_rewards,
+    )
+
+
+def _flat(values: list[list[float | None]], device: torch.device) -> Tensor:
+    """[group][trajectory] -> [R] float64, NaN for None."""
+    flat = [float("nan") if value is None else value for group in values for value in group]
+    return torch.tensor(flat, dtype=torch.float64, device=device)
 
 
 def _cut(shard: Shard, device: torch.device) -> list[list[Microbatch]]:

@@ -68,6 +68,8 @@ class StageContext:
     config: AlgorithmConfig
     models: Models
     kl_controller: KlController | None
+    reward_weights: list[float]
+    """Of each configured reward."""
 
 
 Stage = Callable[[Experience, StageContext], None]
@@ -176,7 +178,7 @@ def advantage(experience: Experience, context: StageContext) -> None:
         return
     if isinstance(config, ComponentAdvantages):
         whole = summed_component_advantages(
-            config, batch.components, batch.group_index, weights=batch.component_weights
+            config, batch.components, batch.group_index, weights=context.reward_weights
         )
     else:
         whole = trajectory_advantages(

@@ -51,7 +51,9 @@ class PolicyLearner:
         self._models = RankModels(model_path, config, mesh=mesh)
         self._stages = find_stages(algorithm.stages)
         controller = build_kl_controller(algorithm.kl_reward) if algorithm.kl_reward is not None else None
-        self._context = StageContext(algorithm, self._models, controller)
+        self._context = StageContext(
+            algorithm, self._models, controller, [reward.weight for reward in config.reward]
+        )
         self._policy_steps = PolicySteps(config, self._models, mesh.size())
         self._critic_steps = (
             CriticSteps(config, self._models, mesh.size()) if self._models.critic is not None else None

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 from asyncrl.envs.env import Env, Rewards
 from asyncrl.envs.group_scoring import GroupScoring
 from asyncrl.rollout_server.engine import Completion, Engine, GenerationRequest
@@ -39,10 +41,10 @@ async def run_group(
     async def rollout(sample: int) -> Trajectory:
         async def generate(context: Int32) -> Completion:
             request_id = f"{name}.{sample}"
+            is_greedy = sample >= len(lease.seeds) - lease.num_greedy
+            how = msgspec.structs.replace(sampling, temperature=0.0) if is_greedy else sampling
             with clock.running("generate"):
-                return await engine.generate(
-                    GenerationRequest(request_id, context, lease.seeds[sample], sampling)
-                )
+                return await engine.generate(GenerationRequest(request_id, context, lease.seeds[sample], how))
 
         with scoring.rollout() as score:
             return await env.rollout(prompt, generate, score)

@@ -297,4 +297,4 @@ def max_groups_in_flight(config: Config, engine: Engine) -> int:
     """Credits of one server: as configured, or as many whole groups as the engine runs at once."""
     if config.rollout.max_groups_in_flight != "auto":
         return config.rollout.max_groups_in_flight
-    return max(1, engine.max_concurrent_requests // config.rollout.group_size)
+    return max(1, engine.max_concurrent_requests // config.rollouts_per_group)

@@ -58,6 +58,8 @@ class Lease(Message, frozen=True, tag=True):
     """[G] one 63-bit seed a request."""
     row: dict[str, Any]
     """The data set row, for the reward."""
+    num_greedy: int = 0
+    """The last so many of the requests are greedy."""
 
 
 class EvalLease(Message, frozen=True, tag=True):

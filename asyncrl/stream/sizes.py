@@ -14,7 +14,7 @@ def max_group_bytes(config: Config) -> int:
     rollout = config.rollout
     return (
         BYTES_A_PROMPT_TOKEN * config.data.max_prompt_tokens
-        + BYTES_A_TOKEN * rollout.group_size * rollout.max_completion_tokens
+        + BYTES_A_TOKEN * config.rollouts_per_group * rollout.max_completion_tokens
     )
 
 

@@ -65,7 +65,7 @@ def _compare(case: Golden, name: str, config: ShapingConfig) -> None:
     reasons = ["length" if cut else "stop" for cut in case.inputs.get("truncated", [False] * len(rewards))]
     rows = zip(rewards, lengths, reasons, strict=True)
     group = _group([_trajectory(reward, np.ones(length, np.uint8), why) for reward, length, why in rows])
-    shaped = [t.reward for t in shape_group(group, config).trajectories]
+    shaped = [t.trained_reward for t in shape_group(group, config).trajectories]
     assert_equal(case, name, as_tensor(shaped, torch.float64), case.output(name))
 
 

@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
+from asyncrl.algorithms.recipe import TokenBatch
+from asyncrl.algorithms.registry import build_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.algorithms.correction import importance_weights
 from asyncrl.algorithms.losses import bounded_exp, clipped_policy_loss
-from asyncrl.algorithms.recipe import TokenBatch
-from asyncrl.algorithms.registry import build_recipe
 from asyncrl.config import GrpoConfig, NoCorrection, TruncatedImportanceSampling
 
 UNSCORED = math.nan

@@ -38,7 +38,7 @@ def test_rewards_are_rescaled_then_halved_if_truncated_then_punished():
     # Mutation: another order. 1 -> 1 -> 0.5 -> -0.5.
     config = ShapingConfig(rescale=Rescaling(), truncated_factor=0.5, overlong=DAPO)
     shaped = shape_group(group(trajectory(1.0, 10, "length"), trajectory(0.0), trajectory(None)), config)
-    assert [t.reward for t in shaped.trajectories] == [-0.5, -1.0, None]
+    assert [t.trained_reward for t in shaped.trajectories] == [-0.5, -1.0, None]
     assert rescaled(5.0, Rescaling(source=(0.0, 2.0), target=(1.0, 3.0))) == 3.0
 
 
@@ -46,7 +46,7 @@ def test_masked_answers_keep_their_reward_and_the_arrays_given_are_not_written_t
     original = group(trajectory(1.0, 3, "length"), trajectory(0.0, 2), trajectory(0.0, 2, "abort"))
     shaped = shape_group(original, ShapingConfig(truncated="mask"))
     assert [t.loss_mask.sum() for t in shaped.trajectories] == [0, 2, 0]
-    assert [t.reward for t in shaped.trajectories] == [1.0, 0.0, 0.0]
+    assert [t.trained_reward for t in shaped.trajectories] == [1.0, 0.0, 0.0]
     assert [t.loss_mask.sum() for t in original.trajectories] == [3, 2, 2]
 
 
@@ -55,7 +55,9 @@ def test_the_filter_reads_the_metric_and_not_the_reward_with_a_length_penalty():
     both_right = group(trajectory(1.0, 10, acc=1.0, fmt=0.0), trajectory(1.0, 2, acc=1.0, fmt=1.0))
     config = FilterConfig(keep="spread")
     assert is_dropped(both_right, config)
-    assert not is_dropped(shape_group(both_right, ShapingConfig(overlong=DAPO)), config)
+    shaped = shape_group(both_right, ShapingConfig(overlong=DAPO))
+    assert len({t.trained_reward for t in shaped.trajectories}) == 2
+    assert is_dropped(shaped, config)
     assert is_dropped(both_right, FilterConfig(keep="spread", metric="acc"))
     assert not is_dropped(both_right, FilterConfig(keep="spread", metric="fmt"))
     assert not is_dropped(both_right, FilterConfig(keep="spread", rejected="train"))

@@ -42,7 +42,7 @@ def unsharded_policy(model_path, temperature=0.7):
 def received(groups, microbatches) -> Experience:
     """GRPO's columns of one mini-batch, `microbatches` being positions of groups; nothing is scored yet."""
     experience = receive_shard(shard_of(groups, [microbatches]), CPU)
-    context = StageContext(ALGORITHM, None, None)
+    context = StageContext(ALGORITHM, None, None, [])
     for stage in (score, advantage):
         stage(experience, context)
     return experience
