@@ -50,16 +50,11 @@ class RankModels:
         dist.all_reduce(summed, group=self.group)
         return summed
 
-    def gather_columns(self, mine: Tensor) -> tuple[Tensor, int]:
-        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        lengths = torch.zeros(size, dtype=torch.int64, device=mine.device)
-        lengths[rank] = mine.shape[1]
-        dist.all_reduce(lengths, group=self.group)
-        first = int(lengths[:rank].sum())
-        whole = mine.new_zeros(mine.shape[0], int(lengths.sum()))
-        whole[:, first : first + mine.shape[1]] = mine
+    def gather_columns(self, mine: Tensor, places: Tensor, num_tokens: int) -> Tensor:
+        whole = mine.new_zeros(mine.shape[0], num_tokens)
+        whole[:, places] = mine
         dist.all_reduce(whole, group=self.group)
-        return whole, first
+        return whole
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
