@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.config import Config
 from asyncrl.learner.critic import Critic
@@ -44,6 +45,14 @@ class RankModels:
             self.critic = Critic(
                 Path(critic.model or model_path), config, critic, mesh=mesh, group=self.group
             )
+
+    def reshard(self) -> None:
+        """Back to this rank's shards: a forward pass without a backward pass leaves FSDP's root gathered."""
+        critic = None if self.critic is None else self.critic.model
+        reference = None if self.reference is None else self.reference.model
+        for model in (self.policy, critic, reference):
+            if isinstance(model, FSDPModule):
+                model.reshard()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()

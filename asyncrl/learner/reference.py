@@ -18,7 +18,7 @@ class Reference:
     """Log-probs under a copy of the policy that no optimizer touches."""
 
     def __init__(self, model_path: Path, config: Config, *, mesh: DeviceMesh) -> None:
-        self._model = load_policy(
+        self.model = load_policy(
             model_path, config.learner, temperature=config.rollout.temperature, mesh=mesh
         ).requires_grad_(False)
         self._refresh_every = config.algorithm.reference.refresh_every
@@ -26,7 +26,7 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, batch: PackedMicrobatch) -> Tensor:
         """[N] float32. Collective."""
-        return self._model(batch).logprobs
+        return self.model(batch).logprobs
 
     @torch.no_grad()
     def after_version(self, version: int, policy: PolicyModel) -> None:
@@ -34,7 +34,7 @@ class Reference:
         if not self._refresh_every or version % self._refresh_every:
             return
         for mine, theirs in zip(
-            self._model.transformer.parameters(), policy.transformer.parameters(), strict=True
+            self.model.transformer.parameters(), policy.transformer.parameters(), strict=True
         ):
             _local(mine).copy_(_local(theirs))
 
