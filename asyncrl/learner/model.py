@@ -129,7 +129,7 @@ def make_value_head(hidden_size: int) -> nn.Linear:
 
 def apply_value_head(head: nn.Linear, hidden: Tensor) -> Tensor:
     """hidden [N, H] -> values [N], float32."""
-    return head(hidden.to(head.weight.dtype)).squeeze(-1).float()
+    return (hidden.to(head.weight.dtype) @ head.weight[0] + head.bias).float()
 
 
 def decoder_blocks(decoder: nn.Module) -> nn.ModuleList:

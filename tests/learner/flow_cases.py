@@ -27,6 +27,7 @@ INDEX = 4
 HALVES: dict[str, list[list[list[list[int]]]]] = {
     "whole": [[[[0, 2, 4]]], [[[1, 3]]]],
     "pieces": [[[[4], [], [2, 0]]], [[[3], [1]]]],
+    "backward": [[[[4, 2, 0]]], [[[3, 1]]]],
     "ranks": [[[[4], [0]], [[2], []]], [[[], []], [[3], [1]]]],
 }
 """Split -> [mini-batch][rank][microbatch] -> positions; of two ranks one has nothing of the second half."""

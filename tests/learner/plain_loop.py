@@ -147,3 +147,23 @@ def clipped(batch: PlainBatch, proximal: Tensor, advantages: Tensor, low: float 
     """PPO's loss [N]."""
     ratio = (batch.logprobs - proximal).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def _by_trajectory(batch: PlainBatch, of_tokens: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    return torch.stack([reduce(of_tokens[row]) for row in batch.rows() if len(row)]).sum()
+
+
+def _prompt_mean(batch: PlainBatch, of_tokens: Tensor) -> Tensor:
+    group = batch.group[batch.trajectory]
+    return torch.stack([of_tokens[group == g].mean() for g in group.unique()]).mean()
+
+
+AGGREGATED: dict[str, Callable[[PlainBatch, Tensor], Tensor]] = {
+    "token-mean": lambda b, x: x.mean(),
+    "token-sum": lambda b, x: x.sum(),
+    "seq-mean-token-sum": lambda b, x: x.sum() / b.num_trajectories,
+    "seq-mean-token-mean": lambda b, x: _by_trajectory(b, x, torch.mean) / b.num_trajectories,
+    "seq-mean-token-sum-norm": lambda b, x: x.sum() / 16 / b.num_trajectories,
+    "prompt-mean": _prompt_mean,
+}
+"""Mode -> (batch, loss of each token) -> scalar; the constant length is 16."""
