@@ -5,8 +5,11 @@ flow_program.py runs all of them on one rank (test_flow.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -17,8 +20,7 @@ from torch import nn
 
 from asyncrl.config import Config
 from asyncrl.config.recipes import RECIPES
-from asyncrl.learner import critic
-from asyncrl.learner import model as learner_model
+from asyncrl.learner import critic, model
 from asyncrl.learner.update import PolicyLearner
 from asyncrl.types import Plan, Shard, TrajectoryGroup
 
@@ -61,12 +63,12 @@ class Scenario(NamedTuple):
 def write_models(folder: Path) -> Path:
     """The policy's, which is returned, and one near it for the reference."""
     model_path = write_model(folder / "model", "llama", tied=True)
-    model = plain_model(model_path)
+    reference = plain_model(model_path)
     torch.manual_seed(17)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in reference.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.03)
-    model.save_pretrained(folder / "reference")
+    reference.save_pretrained(folder / "reference")
     return model_path
 
 
@@ -129,10 +131,14 @@ def random_head(hidden_size: int) -> nn.Linear:
     return head
 
 
-def use_random_heads() -> None:
-    """In every PolicyLearner that this process makes from now on."""
-    learner_model.make_value_head = random_head
-    critic.make_value_head = random_head
+@contextmanager
+def random_heads() -> Iterator[None]:
+    """In every PolicyLearner that is made meanwhile."""
+    with (
+        mock.patch.object(model, "make_value_head", random_head),
+        mock.patch.object(critic, "make_value_head", random_head),
+    ):
+        yield
 
 
 def trained_weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:
@@ -144,8 +150,8 @@ def trained_weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:
     if models.reference is not None:
         found["reference"] = models.reference.model
     return {
-        f"{model}.{name}": parameter.to_local().clone()
-        for model, module in found.items()
+        f"{which}.{name}": parameter.to_local().clone()
+        for which, module in found.items()
         for name, parameter in module.named_parameters()
     }
 

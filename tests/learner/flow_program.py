@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from flow_cases import HALVES, SCENARIOS, groups_of, shard_for, trained_weights, use_random_heads
+from flow_cases import HALVES, SCENARIOS, groups_of, random_heads, shard_for, trained_weights
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,7 +19,6 @@ from asyncrl.learner.update import PolicyLearner
 
 def main(rank: int, num_ranks: int, folder: Path, splits: list[str]) -> None:
     torch.set_num_threads(1)
-    use_random_heads()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / f'store{num_ranks}'}",
@@ -35,7 +34,8 @@ def main(rank: int, num_ranks: int, folder: Path, splits: list[str]) -> None:
         for split in splits:
             run = f"{name}-{split}-{rank}"
             try:
-                learner = PolicyLearner(model_path, scenario.config(model_path), mesh=mesh)
+                with random_heads():
+                    learner = PolicyLearner(model_path, scenario.config(model_path), mesh=mesh)
                 reports[run] = learner.update(shard_for(scenario, groups, HALVES[split], rank))
                 save_file(trained_weights(learner), folder / f"{run}.safetensors")
             except Exception:  # the same on every rank: the others go on

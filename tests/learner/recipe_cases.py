@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -11,16 +12,17 @@ import torch
 from flow_cases import (
     HALVES,
     Scenario,
+    near_groups,
+    random_heads,
     shard_for,
     trained_weights,
+    write_models,
 )
 from learner_cases import one_rank, plain_model
-from plain_loop import (
-    PlainBatch,
-    plain_batch,
-)
+from plain_loop import PlainBatch, plain_batch
 from torch import Tensor
 
+from asyncrl.learner.update import PolicyLearner
 from asyncrl.types import Shard, TrajectoryGroup
 
 
@@ -32,6 +34,19 @@ class Flow:
     model_path: Path
     groups: list[TrajectoryGroup]
 
+    @classmethod
+    def at(cls, folder: Path) -> Flow:
+        """Everything is made in `folder`."""
+        model_path = write_models(folder)
+        return cls(folder, model_path, near_groups(model_path))
+
+    @contextmanager
+    def learner(self, scenario: Scenario) -> Iterator[PolicyLearner]:
+        """On one rank, its value head with an opinion."""
+        store = self.folder / f"store{next(STORES)}"
+        with random_heads(), one_rank(self.model_path, scenario.config(self.model_path), store) as learner:
+            yield learner
+
     @property
     def halves(self) -> list[list[TrajectoryGroup]]:
         return [
@@ -42,8 +57,7 @@ class Flow:
         self, scenario: Scenario, split: str = "whole", edit: Callable[[Shard], object] | None = None
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """(all weights, metrics) after one batch."""
-        config = scenario.config(self.model_path)
-        with one_rank(self.model_path, config, self.folder / f"store{next(STORES)}") as learner:
+        with self.learner(scenario) as learner:
             shard = shard_for(scenario, self.groups, HALVES[split])
             if edit is not None:
                 edit(shard)

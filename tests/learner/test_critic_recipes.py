@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from flow_cases import (
@@ -14,7 +15,7 @@ from flow_cases import (
     random_head,
     shard_for,
 )
-from learner_cases import one_rank, plain_model
+from learner_cases import plain_model
 from plain_loop import (
     PlainBatch,
     clipped,
@@ -31,6 +32,11 @@ from torch import Tensor
 from asyncrl.learner import stages
 from asyncrl.learner.experience import receive_shard
 from asyncrl.types import TrajectoryGroup
+
+
+@pytest.fixture
+def flow(tmp_path: Path) -> Flow:
+    return Flow.at(tmp_path)
 
 
 class PlainCritic(torch.nn.Module):
@@ -122,8 +128,7 @@ def test_values_are_those_of_a_padded_forward_at_the_predicting_states(flow: Flo
     # Mutation caught: the state of the token itself.
     for name in ("ppo-critic", "ppo-shared"):
         scenario = SCENARIOS[name]
-        config = scenario.config(flow.model_path)
-        with one_rank(flow.model_path, config, flow.folder / name) as learner:
+        with flow.learner(scenario) as learner:
             experience = receive_shard(
                 shard_for(scenario, flow.groups, HALVES["pieces"]), torch.device("cpu")
             )
@@ -218,12 +223,10 @@ def test_the_adaptive_coefficient_follows_the_kl_over_versions_and_a_fresh_refer
     kl_reward = {"coef": 0.2, "type": "adaptive", "target": 0.01, "horizon": 100.0}
     scenario = Scenario({"kl_reward": kl_reward, "reference": {"model": None, "refresh_every": 2}})
     coefficients, penalties = [], []
-    with one_rank(flow.model_path, scenario.config(flow.model_path), flow.folder / "store") as learner:
+    with flow.learner(scenario) as learner:
         for index in range(4):
             shard = shard_for(scenario, flow.groups, HALVES["whole"])
-            shard.plan = type(shard.plan)(
-                **{f: getattr(shard.plan, f) for f in shard.plan.__struct_fields__} | {"index": index}
-            )
+            shard.plan = msgspec.structs.replace(shard.plan, index=index)
             metrics = learner.update(shard)
             coefficients.append(metrics["actor/reward_kl_penalty_coeff"])
             penalties.append(metrics["actor/reward_kl_penalty"])

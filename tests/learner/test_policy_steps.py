@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ from plain_loop import (
 )
 from recipe_cases import Flow, assert_trained, sequence_mean, tis
 from torch import Tensor
+
+
+@pytest.fixture
+def flow(tmp_path: Path) -> Flow:
+    return Flow.at(tmp_path)
 
 
 def _token_ratio(now: PlainBatch, before: PlainBatch) -> Tensor:

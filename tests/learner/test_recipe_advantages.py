@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 from flow_cases import (
     LABELS,
@@ -17,6 +20,11 @@ from plain_loop import (
 )
 from recipe_cases import Flow, assert_trained, tis, whitened
 from torch import Tensor
+
+
+@pytest.fixture
+def flow(tmp_path: Path) -> Flow:
+    return Flow.at(tmp_path)
 
 
 def outcome_loss(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,11 @@ from asyncrl.learner import stages
 from asyncrl.learner.experience import receive_shard
 from asyncrl.learner.steps import counts_of
 from asyncrl.types import Shard
+
+
+@pytest.fixture
+def flow(tmp_path: Path) -> Flow:
+    return Flow.at(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["recipe-grpo", "ppo", "reinforce", "ppo-critic", "target_kl"])
