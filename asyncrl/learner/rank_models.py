@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from asyncrl.config import Config
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.experience import Microbatch
+from asyncrl.learner.mesh import shard_group
 from asyncrl.learner.model import load_policy
 from asyncrl.learner.reference import BaseReference, Reference
 
@@ -26,7 +27,9 @@ class RankModels:
         """`model_path`: of the policy. Folders of a reference or critic of another name must be here already."""
         algorithm = config.algorithm
         critic = algorithm.critic
-        self.group = mesh.get_group()
+        assert dist.group.WORLD is not None
+        self.group = dist.group.WORLD
+        self.shard_group = shard_group(mesh)
         self.policy = load_policy(
             model_path,
             config.learner,
@@ -49,7 +52,7 @@ class RankModels:
         self.critic: Critic | None = None
         if critic is not None and not critic.shared:
             self.critic = Critic(
-                Path(critic.model or model_path), config, critic, mesh=mesh, group=self.group
+                Path(critic.model or model_path), config, critic, mesh=mesh, group=self.shard_group
             )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

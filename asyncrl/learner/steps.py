@@ -35,7 +35,7 @@ class PolicySteps:
         self._optimizer = ShardedOptimizer(
             {name: p for name, p in models.policy.named_parameters() if p.requires_grad},
             config.learner,
-            models.group,
+            models.shard_group,
         )
 
     def take(self, experience: Experience, plan: Plan, totals: Totals) -> dict[str, float]:
