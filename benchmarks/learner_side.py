@@ -106,7 +106,7 @@ def asyncrl_path(
         ],
     )
     dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)
-    learner = PolicyLearner(model, config, mesh=init_device_mesh("cpu", (1,)))
+    learner = PolicyLearner(model, config, mesh=make_mesh("cpu", 1))
     plan = plan_batch(
         0, groups, num_ranks=1, max_tokens=spec.max_tokens_per_microbatch, hidden_size=576
     )

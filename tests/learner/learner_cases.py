@@ -231,7 +231,7 @@ def one_rank(model_path: Path, config: Config, store: Path) -> Iterator[PolicyLe
     """A PolicyLearner alone in a process group of this process."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     try:
-        yield PolicyLearner(model_path, config, mesh=init_device_mesh("cpu", (1,)))
+        yield PolicyLearner(model_path, config, mesh=make_mesh("cpu", 1))
     finally:
         dist.destroy_process_group()
 
