@@ -13,10 +13,22 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.advantage_presets import Peer
-from asyncrl.config.advantages import AdvantagesConfig, GaeAdvantages, OutcomeAdvantages
+from asyncrl.config.advantages import (
+    AdvantagesConfig,
+    ComponentAdvantages,
+    GaeAdvantages,
+    OutcomeAdvantages,
+    PassAtKAdvantages,
+)
 from asyncrl.config.correction_presets import CORRECTION_PRESETS
 from asyncrl.config.corrections import OffPolicyCorrection
-from asyncrl.config.losses import KlControllerConfig, LossConfig, ValueLossConfig
+from asyncrl.config.losses import (
+    CrossEntropyLoss,
+    KlControllerConfig,
+    LossConfig,
+    ReinforceLoss,
+    ValueLossConfig,
+)
 from asyncrl.config.recipes import check_stages, find_recipe, merged
 from asyncrl.config.shaping import FilterConfig, ShapingConfig
 from asyncrl.config.table import Positive, Table
@@ -125,13 +137,77 @@ class AlgorithmConfig(Table):
             raise ValueError(
                 f"critic: the stages of {self.type!r} have none; leave it out, or use the recipe ppo"
             )
+        self._check_stages_are_there()
+        self._check_critic()
+        self._check_rewards_are_read()
         rejects = bool(self.correction.rejections) and self.correction.denominator == "kept"
-        if rejects and (self.loss.ptx.coef or self.loss.ptx.positive_coef):
+        shares = self.critic is not None and self.critic.shared
+        if rejects and (self.loss.ptx.coef or self.loss.ptx.positive_coef or shares):
             raise ValueError(
-                "correction.denominator kept and loss.ptx divide by two counts of which one is known only afterwards; "
-                "set denominator: all"
+                "correction.denominator kept and loss.ptx, or critic.shared, divide by two counts of which one is "
+                "known only afterwards; set denominator: all"
+            )
+        has_ratio = not isinstance(self.loss.policy, ReinforceLoss | CrossEntropyLoss)
+        has_ratio = has_ratio and getattr(self.loss.policy, "anchor", "") != "learner"
+        if self.correction.proximal == "bypass" and self.correction.weight is not None and has_ratio:
+            raise ValueError(
+                f"correction.weight is the ratio to the rollout policy, and under proximal: bypass so is the ratio of "
+                f"loss.policy {self.loss.policy.type!r}; set correction.weight: null"
             )
         return self
+
+    def _check_stages_are_there(self) -> None:
+        advantages, correction = self.advantages, self.correction
+        whitens = getattr(advantages, "whiten", None) is not None
+        for key, asks, stage in (
+            ("filter", self.filter != FilterConfig(), "filter"),
+            ("shaping", self.shaping != ShapingConfig(), "shape"),
+            ("kl_reward", self.kl_reward is not None, "kl_reward"),
+            ("kl_reward, or loss.kl,", self.needs_reference, "reference"),
+            ("critic", self.critic is not None, "values"),
+            ("advantages.whiten", whitens, "whiten"),
+            ("correction", correction.needs_whole_batch, "correct"),
+            ("loss", self.loss.selects_tokens, "select"),
+        ):
+            if asks and stage not in self.stages:
+                raise ValueError(f"{key} asks for the stage {stage!r}, which the stages have not; add it")
+
+    def _check_critic(self) -> None:
+        critic = self.critic
+        if critic is None:
+            return
+        if not isinstance(self.advantages, GaeAdvantages):
+            raise ValueError(
+                f"critic: advantages of type {self.advantages.type} read no values; use gae, or leave it out"
+            )
+        if critic.shared and critic.warmup_versions:
+            raise ValueError(
+                f"critic.warmup_versions {critic.warmup_versions} trains the critic alone, and a shared one is the "
+                "policy's body too; set warmup_versions: 0, or shared: false"
+            )
+
+    def _check_rewards_are_read(self) -> None:
+        """What changes the trajectory's reward must not be lost on advantages that read something else."""
+        advantages, shaping = self.advantages, self.shaping
+        if self.kl_reward is not None and isinstance(advantages, ComponentAdvantages | PassAtKAdvantages):
+            raise ValueError(
+                f"kl_reward: advantages of type {advantages.type} leave no place for it; use loss.kl"
+            )
+        shapes = shaping.model_copy(update={"truncated": "train"}) != ShapingConfig()
+        if shapes and isinstance(advantages, ComponentAdvantages):
+            raise ValueError(
+                "shaping: advantages of type gdpo read each reward before it; only `truncated` may be set, or use a "
+                "reward of the length"
+            )
+
+    @property
+    def compares_within_groups(self) -> bool:
+        """Whether a trajectory is compared with others of its prompt: alone, or with equal rewards, it teaches
+        nothing."""
+        advantages = self.advantages
+        if isinstance(advantages, OutcomeAdvantages):
+            return advantages.baseline not in ("greedy", "none") and advantages.baseline_over == "group"
+        return not isinstance(advantages, GaeAdvantages)
 
     @property
     def needs_reference(self) -> bool:

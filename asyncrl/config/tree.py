@@ -6,12 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config.advantages import (
-    ComponentAdvantages,
-    OutcomeAdvantages,
-    PassAtKAdvantages,
-    TokenBaselineAdvantages,
-)
+from asyncrl.config.advantages import OutcomeAdvantages
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import CheckpointConfig, LearnerConfig
 from asyncrl.config.reward import RewardConfig
@@ -131,15 +126,7 @@ class Config(Table):
         return algorithm.model_copy(update={"loss": loss, "shaping": shaping})
 
     def _check_group_size(self) -> None:
-        advantages = self.algorithm.advantages
-        compares = isinstance(
-            advantages, PassAtKAdvantages | ComponentAdvantages | TokenBaselineAdvantages
-        ) or (
-            isinstance(advantages, OutcomeAdvantages)
-            and advantages.baseline in ("mean", "leave_one_out", "length_weighted")
-            and advantages.baseline_over == "group"
-        )
-        if self.rollout.group_size < 2 and compares:
+        if self.rollout.group_size < 2 and self.algorithm.compares_within_groups:
             raise ValueError(
                 f"rollout.group_size 1 gives {self.algorithm.type} no group to compare with; use at least 2"
             )

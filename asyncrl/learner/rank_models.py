@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.config import Config
 from asyncrl.learner.critic import Critic
@@ -55,21 +56,24 @@ class RankModels:
                 Path(critic.model or model_path), config, critic, mesh=mesh, group=self.shard_group
             )
 
+    def reshard(self) -> None:
+        """Back to this rank's shards: a forward pass without a backward pass leaves FSDP's root gathered."""
+        critic = None if self.critic is None else self.critic.model
+        reference = None if self.reference is None else self.reference.model
+        for model in (self.policy, critic, reference):
+            if isinstance(model, FSDPModule):
+                model.reshard()
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()
         dist.all_reduce(summed, group=self.group)
         return summed
 
-    def gather_columns(self, mine: Tensor) -> tuple[Tensor, int]:
-        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        lengths = torch.zeros(size, dtype=torch.int64, device=mine.device)
-        lengths[rank] = mine.shape[1]
-        dist.all_reduce(lengths, group=self.group)
-        first = int(lengths[:rank].sum())
-        whole = mine.new_zeros(mine.shape[0], int(lengths.sum()))
-        whole[:, first : first + mine.shape[1]] = mine
+    def gather_columns(self, mine: Tensor, places: Tensor, num_tokens: int) -> Tensor:
+        whole = mine.new_zeros(mine.shape[0], num_tokens)
+        whole[:, places] = mine
         dist.all_reduce(whole, group=self.group)
-        return whole, first
+        return whole
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,7 @@ class PolicyLearner:
         experience, totals = receive_shard(shard, self._device), Totals()
         for stage in self._stages:
             stage(experience, self._context)
+        self._models.reshard()
         metrics: dict[str, float] = {}
         if experience.correction is not None:
             staleness = experience.index - experience.columns.policy_versions
