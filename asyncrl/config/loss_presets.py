@@ -11,7 +11,7 @@ Peer = Literal[
     "areal",
     "deepspeed_chat",
     "megatron_rl",
-    "nemo_rl",
+    "nemo",
     "open_instruct",
     "openrlhf",
     "prime_rl",
@@ -68,7 +68,7 @@ LOSS_PRESETS: dict[str, dict[str, Options]] = {
         "any": {"aggregation": {"at_least": 0.0}, "kl": {"clamp_estimate": 10.0}},
         "gspo": {"policy": UNBOUNDED, "aggregation": PER_TRAINED_ROW},
     },
-    "nemo_rl": {
+    "nemo": {
         "any": {
             "kl": {"clamp_log_ratio": 20.0, "clamp_estimate": 10.0, "weight": "score_function", "coef": 0.01}
         },
@@ -115,14 +115,14 @@ LOSS_PRESETS: dict[str, dict[str, Options]] = {
     "deepspeed_chat": {"ppo": {"policy": UNBOUNDED}},
 }
 
-ValuePeer = Literal["areal", "deepspeed_chat", "nemo_rl", "openrlhf", "skyrl", "trl", "verl"]
+ValuePeer = Literal["areal", "deepspeed_chat", "nemo", "openrlhf", "skyrl", "trl", "verl"]
 VALUE_PEERS = get_args(ValuePeer)
 """Those with a critic."""
 
 VALUE_PRESETS: dict[str, Options] = {
     "verl": {"clip": 0.5, "aggregation": {"at_least": 0.0}},
     "openrlhf": {"clip": 0.5, "aggregation": {"at_least": 0.0}},
-    "nemo_rl": {"clip": None},
+    "nemo": {"clip": None},
     "skyrl": {"clip": 0.2, "aggregation": PER_ROW},
     "areal": {"clip": 0.2},
     "trl": {"clip": 0.2},
