@@ -13,9 +13,19 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.advantage_presets import Peer
-from asyncrl.config.advantages import AdvantagesConfig, GaeAdvantages, OutcomeAdvantages
+from asyncrl.config.advantages import (
+    AdvantagesConfig,
+    CustomAdvantages,
+    GaeAdvantages,
+    OutcomeAdvantages,
+    Whitened,
+    Whitening,
+    advantage_options,
+)
+from asyncrl.config.contradictions import contradictions
 from asyncrl.config.correction_presets import CORRECTION_PRESETS
 from asyncrl.config.corrections import OffPolicyCorrection
+from asyncrl.config.loss_presets import PEERS, VALUE_PEERS
 from asyncrl.config.losses import KlControllerConfig, LossConfig, ValueLossConfig
 from asyncrl.config.recipes import check_stages, find_recipe, merged
 from asyncrl.config.shaping import FilterConfig, ShapingConfig
@@ -69,7 +79,7 @@ class AlgorithmConfig(Table):
     type: str = "grpo"
     """A recipe by name, or `module:attr` of one of your own (a `Recipe`)."""
     preset: Peer | None = None
-    """A peer's whole convention: the preset of advantages, loss and correction where they name none."""
+    """A peer's whole convention: the preset of advantages, loss, correction and critic.loss where they name none."""
     stages: tuple[str, ...] = ()
     """The recipe's stages in order; a stage of your own is `module:attr`. Left out: the recipe's."""
     shaping: ShapingConfig = ShapingConfig()
@@ -96,7 +106,7 @@ class AlgorithmConfig(Table):
     @model_validator(mode="before")
     @classmethod
     def _recipe_below(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or not isinstance(value.get("type", "grpo"), str):
             return value
         recipe = find_recipe(value.get("type", "grpo"))
         tree = merged(recipe.options, value)
@@ -113,30 +123,23 @@ class AlgorithmConfig(Table):
         return value
 
     @model_validator(mode="after")
-    def _combinations(self) -> AlgorithmConfig:
-        if isinstance(self.advantages, GaeAdvantages) and (
-            self.critic is None or "values" not in self.stages
-        ):
-            raise ValueError(
-                "advantages of type gae read the values of a critic; use the recipe ppo, or critic: {} and its stages, "
-                "or use other advantages"
-            )
-        if self.critic is not None and "critic" not in self.stages:
-            raise ValueError(
-                f"critic: the stages of {self.type!r} have none; leave it out, or use the recipe ppo"
-            )
-        rejects = bool(self.correction.rejections) and self.correction.denominator == "kept"
-        if rejects and (self.loss.ptx.coef or self.loss.ptx.positive_coef):
-            raise ValueError(
-                "correction.denominator kept and loss.ptx divide by two counts of which one is known only afterwards; "
-                "set denominator: all"
-            )
+    def _can_be_meant(self) -> AlgorithmConfig:
+        for said in contradictions(self):
+            raise ValueError(said)
         return self
 
     @property
     def needs_reference(self) -> bool:
         """Whether some term reads the reference model."""
         return self.kl_reward is not None or (self.loss.kl is not None and self.loss.kl.reference == "ref")
+
+    @property
+    def token_whitening(self) -> Whitening | None:
+        """What is done to the advantages with the moments of all ranks' tokens."""
+        advantages = self.advantages
+        if isinstance(advantages, Whitened):
+            return advantages.token_whitening
+        return advantages.whiten if isinstance(advantages, GaeAdvantages | CustomAdvantages) else None
 
 
 def _with_tuples(value: Any) -> Any:
@@ -147,11 +150,14 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _put_preset(tree: dict[str, Any], peer: str) -> None:
-    """The peer's preset into each table that names none and has one of that peer."""
-    for part in ("advantages", "loss", "correction"):
-        if part == "correction" and peer not in CORRECTION_PRESETS:
-            continue
+    """The peer's preset into each table that names none, where there is one of that peer."""
+    advantages = advantage_options(tree.get("advantages", {}))
+    if isinstance(advantages, dict) and advantages.get("type") != "custom":
+        tree["advantages"] = {"preset": peer, **advantages}
+    for part, peers in (("loss", PEERS), ("correction", CORRECTION_PRESETS)):
         table = tree.get(part, {})
-        table = {"type": table} if isinstance(table, str) else table
-        if isinstance(table, dict):
+        if isinstance(table, dict) and peer in peers:
             tree[part] = {"preset": peer, **table}
+    critic = tree.get("critic")
+    if isinstance(critic, dict) and peer in VALUE_PEERS and isinstance(critic.get("loss", {}), dict):
+        tree["critic"] = {**critic, "loss": {"preset": peer, **critic.get("loss", {})}}

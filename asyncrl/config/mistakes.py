@@ -25,13 +25,22 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
             pass  # pydantic counts only the items that are right
         elif not path:
             yield message
+        elif item["type"] == "value_error" and _names_key(path, message):
+            yield f"{path}.{message}"
         elif item["type"] == "missing":
             yield f"{path}: missing from {item['input']!r}{_meaning(path)}"
         elif item["type"] == "value_error":
-            value = "" if message.startswith(repr(item["input"])) else f"{item['input']!r}: "
+            is_said = isinstance(item["input"], dict) or message.startswith(repr(item["input"]))
+            value = "" if is_said else f"{item['input']!r}: "
             yield f"{path}: {value}{message}"
         else:
             yield f"{path}: {item['input']!r}: {message}{_meaning(path)}"
+
+
+def _names_key(path: str, message: str) -> bool:
+    """Whether what a table refuses begins with one of its keys."""
+    key, separator, _ = message.partition(": ")
+    return bool(separator) and f"{_without_indices(path)}.{key}" in set(all_keys(Config))
 
 
 def _is_inside(location: tuple[int | str, ...], table: tuple[int | str, ...]) -> bool:

@@ -70,6 +70,7 @@ class PolicySteps:
                 UNKNOWN if afterwards else counts,
                 totals,
                 max_staleness=self._config.max_staleness,
+                positive_tokens=positive_tokens_of(plan, number),
             )
             loss = step.loss
             if output.values is not None:
@@ -168,6 +169,19 @@ def value_metrics(experience: Experience, models: RankModels) -> dict[str, float
         "critic/returns/mean": float(sums[1] / num_tokens),
         "critic/values/mean": float((sums[1] - sums[3]) / num_tokens),
     }
+
+
+def positive_tokens_of(plan: Plan, minibatch: int) -> float:
+    """Trained tokens of a mini-batch, over all ranks, of trajectories with a reward above 0."""
+    positions = [p for of_rank in plan.minibatches[minibatch] for microbatch in of_rank for p in microbatch]
+    return float(
+        sum(
+            count
+            for p in positions
+            for count, reward in zip(plan.num_trained_tokens[p], plan.rewards[p], strict=True)
+            if reward is not None and reward > 0
+        )
+    )
 
 
 def counts_of(plan: Plan, minibatch: int) -> Counts:
