@@ -42,6 +42,13 @@ class LearnerConfig(Table):
     """Compute dtype; master weights and moments are float32. `auto`: bfloat16 on a GPU, else float32."""
     logprob_chunk_tokens: Positive = 1024
     """Rows of logits held at once when log-probs are computed. Tokens."""
+    activation_checkpointing: bool = False
+    """Compute each block's activations again in the backward pass instead of keeping them: less memory, about a third
+    more time."""
+    compile: bool = False
+    """torch.compile of each block's feed-forward part; needs a C++ compiler on a CPU. The first versions are slower."""
+    offload: bool = False
+    """Parameters, gradients and moments in the host's memory, on a GPU only while they are used (FSDP2)."""
     export: bool = True
     """Write the last version in Hugging Face format to `<run>/model` at the end, in the publish dtype: what the
     engines served. (`asyncrl export --dtype` casts.)"""

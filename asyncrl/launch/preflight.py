@@ -61,6 +61,10 @@ def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
     device = "cuda" if gpus else "cpu"
     placements = place_processes(config, cores=available_cores(), gpus=gpus, start=start)
     check_engine(config, device)
+    if config.learner.offload and device == "cpu":
+        raise ConfigError(
+            "learner.offload: true keeps a GPU's memory free, and no GPU is used here; leave it out"
+        )
     check_can_bind(config.stream.bind, config.stream.port)
     _check_messages(config)
     _check_folders(config)

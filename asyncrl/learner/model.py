@@ -8,14 +8,16 @@ ceil(rows / ranks), the last ones shorter or empty.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config import LearnerConfig
@@ -188,9 +190,17 @@ def shard_model(model: nn.Module, decoder: nn.Module, config: LearnerConfig, mes
     precision = MixedPrecisionPolicy()
     if dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if config.offload and mesh.device_type == "cuda" else OffloadPolicy()
     for block in decoder_blocks(decoder):
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+        if config.compile:
+            feed_forward = block.mlp
+            assert isinstance(feed_forward, nn.Module)
+            feed_forward.compile(dynamic=True)
+        if config.activation_checkpointing:
+            # The method and not a wrapper around the block: names of parameters stay Hugging Face's.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
 
 def _check_supported(config: PreTrainedConfig) -> None:

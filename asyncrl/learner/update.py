@@ -26,6 +26,7 @@ from asyncrl.learner.export import export_model
 from asyncrl.learner.finite import first_non_finite, shard_norms
 from asyncrl.learner.flow import find_stages
 from asyncrl.learner.loss import add_by_staleness
+from asyncrl.learner.mfu import ModelFlops
 from asyncrl.learner.model import TensorShard
 from asyncrl.learner.rank_models import RankModels
 from asyncrl.learner.stages import StageContext
@@ -58,6 +59,11 @@ class PolicyLearner:
         self._critic_steps = (
             CriticSteps(config, self._models, mesh.size()) if self._models.critic is not None else None
         )
+
+    @property
+    def model_flops(self) -> ModelFlops:
+        """Of the policy."""
+        return ModelFlops.of(self._models.policy.transformer.config)
 
     def update(self, shard: Shard) -> dict[str, float]:
         """Trains batch `shard.plan.index`: in every epoch one optimizer step a mini-batch, over all ranks.
