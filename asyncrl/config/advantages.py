@@ -159,9 +159,9 @@ class CustomAdvantages(Table):
 
     type: Literal["custom"] = "custom"
     function: str
-    """`module:attr` or `path/to/file.py:attr` of f(experience: Experience, **options) -> Tensor [N]. The log-probs of the
-    learner are there, and those of a reference where a KL term has one."""
-    options: dict[str, Any] = {}
+    """`module:attr` or `path/to/file.py:attr` of f(experience: Experience, **options) -> Tensor [N]. The learner's
+    log-probs are there, and a reference's where a KL term reads them."""
+    options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of every call."""
     whiten: Whitening | None = None
     """Afterwards, over tokens."""

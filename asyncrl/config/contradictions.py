@@ -68,7 +68,8 @@ def _of_the_critic(algorithm: AlgorithmConfig) -> Iterator[str]:
     has_own_stage = any(names_user_code(stage) for stage in algorithm.stages)
     if not isinstance(advantages, GaeAdvantages | TokenBaselineAdvantages) and not has_own_stage:
         yield (
-            f"critic: advantages of type {advantages.type} give a critic no returns to learn; use gae (the recipe ppo), or set critic: null"
+            f"critic: advantages of type {advantages.type} give a critic no returns to learn; use gae (the recipe "
+            "ppo), or set critic: null"
         )
     if critic.shared:
         for key in ("model", "lr", "warmup_versions", "epochs"):
@@ -120,4 +121,4 @@ def _of_the_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
             "only afterwards; set correction.denominator: all"
         )
     if loss.top_entropy_share is not None and isinstance(loss.policy, ClipCovLoss | KlCovLoss):
-        yield f"loss.top_entropy_share: {loss.policy.type} selects tokens itself; use another policy loss, or leave it out"
+        yield f"loss.top_entropy_share: {loss.policy.type} selects tokens itself; use another one, or leave it out"

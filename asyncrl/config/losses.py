@@ -182,7 +182,7 @@ class CustomLoss(Table):
     type: Literal["custom"] = "custom"
     function: str
     """`module:attr` or `path/to/file.py:attr` of f(tokens: LossTokens, **options) -> Tensor [N], with gradient."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of every call."""
 
     @field_validator("function")
