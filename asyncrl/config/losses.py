@@ -226,11 +226,11 @@ class AggregationConfig(Table):
     ] = "token-mean"
     """verl's names; `prompt-mean` is the mean over groups of each one's token mean."""
     length: AboveZero | None = None
-    """Constant of `seq-mean-token-sum-norm`; None: rollout.max_completion_tokens."""
+    """Constant of `seq-mean-token-sum-norm`; null: rollout.max_completion_tokens."""
     divide_by: (
         Literal["one", "tokens", "trajectories", "trained_trajectories", "groups"] | AboveZero | None
     ) = None
-    """The denominator: a count of the mini-batch, or a number; None: what the mode says."""
+    """The denominator: a count of the mini-batch, or a number; null: what the mode says."""
     at_least: NotNegative = 1.0
     """No count is taken smaller; 0 makes the loss of a mini-batch without a token NaN."""
 
@@ -288,7 +288,7 @@ class LossConfig(Table):
     aggregation: AggregationConfig = AggregationConfig()
     """Of the policy loss, the KL and the entropy."""
     kl: KlConfig | None = None
-    """None: no KL in the loss."""
+    """null: no KL in the loss."""
     entropy: EntropyConfig = EntropyConfig()
     """The entropy bonus."""
     ptx: PtxConfig = PtxConfig()
@@ -313,7 +313,7 @@ class ValueLossConfig(Table):
     preset: Literal[VALUE_PEERS] | None = None  # pyright: ignore[reportInvalidTypeForm]
     """Start from a peer's conventions."""
     clip: AboveZero | None = 0.2
-    """New values may leave the old ones by this; None: freely."""
+    """New values may leave the old ones by this; null: freely."""
     error: Literal["squared", "huber"] = "squared"
     """Of the value against the return."""
     huber_delta: AboveZero = 10.0
