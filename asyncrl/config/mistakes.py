@@ -30,7 +30,7 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
         elif item["type"] == "missing":
             yield f"{path}: missing from {item['input']!r}{_meaning(path)}"
         elif item["type"] == "value_error":
-            is_said = isinstance(item["input"], dict) or message.startswith(repr(item["input"]))
+            is_said = bool(_siblings(_without_indices(path))) or message.startswith(repr(item["input"]))
             value = "" if is_said else f"{item['input']!r}: "
             yield f"{path}: {value}{message}"
         else:

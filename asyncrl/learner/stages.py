@@ -33,7 +33,7 @@ from asyncrl.config.advantages import (
     PassAtKAdvantages,
     TokenBaselineAdvantages,
 )
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig, KlRewardConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.experience import Experience, Microbatch
 from asyncrl.user_code import import_function, names_user_code
@@ -126,7 +126,8 @@ def values(experience: Experience, context: StageContext) -> None:
 
 def kl_reward(experience: Experience, context: StageContext) -> None:
     """kl: what the advantages subtract from the rewards, times the coefficient of now, which then follows the KL."""
-    config, columns, controller = context.config.kl_reward, experience.columns, context.kl_controller
+    config: KlRewardConfig | None = context.config.kl_reward
+    columns, controller = experience.columns, context.kl_controller
     if config is None or controller is None:
         return
     assert columns.learner_logprobs is not None

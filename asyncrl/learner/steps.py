@@ -10,6 +10,7 @@ from torch import Tensor
 from asyncrl.algorithms.losses import Counts, denominator
 from asyncrl.algorithms.losses.values import ValueSums, critic_objective, explained_variance, value_sums
 from asyncrl.config import Config
+from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.losses import ValueLossConfig
 from asyncrl.learner.experience import Experience, Microbatch
 from asyncrl.learner.loss import policy_loss, scales_afterwards
@@ -107,7 +108,7 @@ class CriticSteps:
 
     def __init__(self, config: Config, models: RankModels, num_ranks: int) -> None:
         assert config.algorithm.critic is not None
-        self._config = config.algorithm.critic
+        self._config: CriticConfig = config.algorithm.critic
         self._models = models
         self._num_ranks = num_ranks
 
