@@ -86,7 +86,9 @@ def test_a_key_is_added_to_a_table_that_an_override_or_the_file_only_names(tmp_p
     assert (algorithm.advantages.baseline, algorithm.advantages.gamma) == ("leave_one_out", 0.9)
     assert isinstance(algorithm.loss.policy, GspoLoss)
     assert (algorithm.loss.policy.clip_low, algorithm.loss.policy.clip_high) == (0.01, 4e-4)
-    assert load_config(None, ["algorithm.loss.policy.clip_high=0.3"]).algorithm.loss.policy == PpoLoss(clip_high=0.3)
+    assert load_config(None, ["algorithm.loss.policy.clip_high=0.3"]).algorithm.loss.policy == PpoLoss(
+        clip_high=0.3
+    )
 
 
 def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Path):
@@ -107,15 +109,21 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ("actor_rollout_ref.rollout.n=4", ["actor_rollout_ref.rollout.n", "here it is rollout.group_size"]),
         ("actor_rollout_ref.rollout.val_kwargs.n=4", ["val_kwargs.n", "here it is eval.num_samples"]),
         ("actor_rollout_ref.rollout.temperature=2", ["did you mean rollout.temperature?"]),
-        ("worker.cliprange=2", ["worker.cliprange", "leave it out", "asyncrl schema"]),
+        ("worker.zygote=2", ["worker.zygote", "leave it out", "asyncrl schema"]),
         (
             "actor_rollout_ref.actor.use_kl_loss=true",
             ["use_kl_loss: unknown key; here it is algorithm.loss.kl, a table where there is one"],
         ),
-        ("algorithm.kl_ctrl.kl_coef=0.1", ["kl_ctrl.kl_coef: unknown key; here it is algorithm.kl_reward.coef"]),
+        (
+            "algorithm.kl_ctrl.kl_coef=0.1",
+            ["kl_ctrl.kl_coef: unknown key; here it is algorithm.kl_reward.coef"],
+        ),
         ("critic.model.path=x", ["critic.model.path: unknown key; here it is algorithm.critic.model"]),
         ("critic.optim.lr=1", ["critic.optim.lr: unknown key; here it is algorithm.critic.lr"]),
-        ("algorithm.loss_type=grpo", ["algorithm.loss_type: unknown key; here it is algorithm.loss.aggregation.mode"]),
+        (
+            "algorithm.loss_type=grpo",
+            ["algorithm.loss_type: unknown key; here it is algorithm.loss.aggregation.mode"],
+        ),
         ("algorithm.adv_estimator=gae", ["adv_estimator: unknown key; here it is algorithm, a recipe"]),
         (
             "trainer.save_freq=5",
@@ -178,14 +186,26 @@ def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["algorithm.advantages=gae"], "algorithm.advantages: gae reads the values of a critic; use the recipe ppo"),
-        (["algorithm=ppo", "algorithm.advantages=grpo"], "algorithm.critic: advantages of type outcome give a critic no"),
-        (["algorithm=ppo", "algorithm.critic.coef=0.5"], "algorithm.critic.coef: a critic of its own is trained by"),
+        (
+            ["algorithm.advantages=gae"],
+            "algorithm.advantages: gae reads the values of a critic; use the recipe ppo",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.advantages=grpo"],
+            "algorithm.critic: advantages of type outcome give a critic no",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.critic.coef=0.5"],
+            "algorithm.critic.coef: a critic of its own is trained by",
+        ),
         (
             ["algorithm=ppo", "algorithm.critic={shared: true, warmup_versions: 3}"],
             "algorithm.critic.warmup_versions: a shared critic trains with the policy's loss",
         ),
-        (["algorithm.critic={}", "algorithm.advantages=otb"], "algorithm.critic: the stages of 'grpo' lack 'critic'"),
+        (
+            ["algorithm.critic={}", "algorithm.advantages=otb"],
+            "algorithm.critic: the stages of 'grpo' lack 'critic'",
+        ),
         (
             ["algorithm.stages=[score, advantage, loss, update]", "algorithm.filter.keep=spread"],
             "algorithm.filter.keep: the stages of 'grpo' lack 'filter'; add it",
@@ -208,7 +228,10 @@ def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str
             ["algorithm.kl_reward={}", "algorithm.advantages=gdpo"],
             "algorithm.kl_reward: advantages of type gdpo have no place for it; set loss.kl instead",
         ),
-        (["algorithm.kl_reward={clip_reward: 5}"], "algorithm.kl_reward.clip_reward: it is of advantages of type gae"),
+        (
+            ["algorithm.kl_reward={clip_reward: 5}"],
+            "algorithm.kl_reward.clip_reward: it is of advantages of type gae",
+        ),
         (
             ["algorithm.loss={policy: kl_cov, top_entropy_share: 0.2}"],
             "algorithm.loss.top_entropy_share: kl_cov selects tokens itself",
@@ -455,7 +478,9 @@ def test_every_key_has_an_effect_or_is_refused_when_it_is_changed():
         owner = owner.rpartition(".")[2]
         owners = {owner, owner.removesuffix("s")}  # one of a list
         # A table's inherited keys may be read where only the base is named.
-        bases = {base.__name__ for base in table.__mro__ if leaf in getattr(base, "model_fields", {})} - {"Config"}
+        bases = {base.__name__ for base in table.__mro__ if leaf in getattr(base, "model_fields", {})} - {
+            "Config"
+        }
         return any(
             any((name, leaf) in pairs for name in owners)
             or any(base in names and any(leaf == attr for _, attr in pairs) for base in bases)

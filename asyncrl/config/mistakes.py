@@ -94,12 +94,12 @@ def _advice(path: str) -> str:
     """What the key is called here or why it has no counterpart, then the nearest of its own table, then the same word
     in another one."""
     key = _without_indices(path)
-    last, last_two = key.rpartition(".")[2], ".".join(key.split(".")[-2:])
-    if renamed := RENAMES.get(last_two) or RENAMES.get(last):
+    last_three, last_two, last = (".".join(key.split(".")[-n:]) for n in (3, 2, 1))
+    if renamed := RENAMES.get(last_three) or RENAMES.get(last_two) or RENAMES.get(last):
         return f"; here it is {renamed}"
     if said := ABSENT.get(last_two) or ABSENT.get(last):
         return f"; leave it out: {said}"
-    known = sorted(set(all_keys(Config)))
+    known = sorted(set(all_keys(Config)), key=lambda k: (k.count("."), k))
     elsewhere = [k for k in known if k.endswith(f".{last_two}") or k == last_two]
     elsewhere += [k for k in known if k.rpartition(".")[2] == last]
     if found := _nearest(path) or next(iter(elsewhere), ""):
