@@ -25,7 +25,7 @@ from asyncrl.config.advantages import (
 from asyncrl.config.contradictions import contradictions
 from asyncrl.config.correction_presets import CORRECTION_PRESETS
 from asyncrl.config.corrections import OffPolicyCorrection
-from asyncrl.config.loss_presets import PEERS, VALUE_PEERS
+from asyncrl.config.loss_presets import PEERS, VALUE_PEERS, policy_options
 from asyncrl.config.losses import KlControllerConfig, LossConfig, ValueLossConfig
 from asyncrl.config.recipes import check_stages, find_recipe, merged
 from asyncrl.config.shaping import FilterConfig, ShapingConfig
@@ -109,7 +109,7 @@ class AlgorithmConfig(Table):
         if not isinstance(value, dict) or not isinstance(value.get("type", "grpo"), str):
             return value
         recipe = find_recipe(value.get("type", "grpo"))
-        tree = merged(recipe.options, value)
+        tree = merged(_spelled_out(recipe.options), _spelled_out(value))
         tree["stages"] = value.get("stages") or recipe.stages
         peer = value.get("preset")
         if isinstance(peer, str) and peer in get_args(Peer):
@@ -142,6 +142,16 @@ class AlgorithmConfig(Table):
         return advantages.whiten if isinstance(advantages, GaeAdvantages | CustomAdvantages) else None
 
 
+def _spelled_out(tree: dict[str, Any]) -> dict[str, Any]:
+    """Names alone as the tables that they stand for, so that keys can be put on top of them."""
+    tree, loss = dict(tree), tree.get("loss")
+    if "advantages" in tree:
+        tree["advantages"] = advantage_options(tree["advantages"])
+    if isinstance(loss, dict) and isinstance(policy := loss.get("policy"), str):
+        tree["loss"] = {**loss, "policy": policy_options(policy)}
+    return tree
+
+
 def _with_tuples(value: Any) -> Any:
     """Lists are tuples in every table here, and pydantic knows JSON's lists only before a validator has seen them."""
     if isinstance(value, dict):
@@ -151,7 +161,7 @@ def _with_tuples(value: Any) -> Any:
 
 def _put_preset(tree: dict[str, Any], peer: str) -> None:
     """The peer's preset into each table that names none, where there is one of that peer."""
-    advantages = advantage_options(tree.get("advantages", {}))
+    advantages = tree.get("advantages", {})
     if isinstance(advantages, dict) and advantages.get("type") != "custom":
         tree["advantages"] = {"preset": peer, **advantages}
     for part, peers in (("loss", PEERS), ("correction", CORRECTION_PRESETS)):

@@ -73,8 +73,7 @@ class ShapingConfig(Table):
 
 
 class FilterConfig(Table):
-    """Which groups are worth training (dynamic sampling, DAPO). The others are consumed, and the next prompts take their
-    place."""
+    """Which groups are worth training (dynamic sampling, DAPO). The next prompts take the place of the others."""
 
     keep: Literal["all", "spread", "mean_between"] = "all"
     """`spread`: the metric differs within the group. `mean_between`: its mean is inside `between`."""
