@@ -11,6 +11,17 @@ from asyncrl.config.table import Positive, Table, not_built
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
+class LoraTable(Table):
+    """Low-rank adapters (arXiv:2106.09685) instead of training every weight."""
+
+    rank: Positive = 16
+    """Of each adapter."""
+    alpha: Positive = 32
+    """The adapter's product is multiplied by alpha / rank."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the linear layers that get one, such as q_proj; `all-linear`: all but the head."""
+
+
 class LearnerConfig(Table):
     """The learner ranks."""
 
@@ -42,6 +53,8 @@ class LearnerConfig(Table):
     """Compute dtype; master weights and moments are float32. `auto`: bfloat16 on a GPU, else float32."""
     logprob_chunk_tokens: Positive = 1024
     """Rows of logits held at once when log-probs are computed. Tokens."""
+    lora: LoraTable | None = None
+    """Train adapters; the model's own weights stay as they are. null: train the model."""
     activation_checkpointing: bool = False
     """Compute each block's activations again in the backward pass instead of keeping them: less memory, about a third
     more time."""

@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.experience import Microbatch
 from asyncrl.learner.model import load_policy
-from asyncrl.learner.reference import Reference
+from asyncrl.learner.reference import BaseReference, Reference
 from asyncrl.models.source import resolve_model
 
 
@@ -35,9 +35,16 @@ class RankModels:
             mesh=mesh,
             entropy_gradient=algorithm.loss.entropy.needs_gradient,
             has_value_head=critic is not None and critic.shared,
+            seed=config.seed,
         )
-        self.reference: Reference | None = None
-        if algorithm.needs_reference:
+        self.reference: Reference | BaseReference | None = None
+        if (
+            algorithm.needs_reference
+            and config.learner.lora is not None
+            and algorithm.reference.model is None
+        ):
+            self.reference = BaseReference(self.policy)
+        elif algorithm.needs_reference:
             self.reference = Reference(_folder(algorithm.reference.model, model_path), config, mesh=mesh)
         self.critic: Critic | None = None
         if critic is not None and not critic.shared:

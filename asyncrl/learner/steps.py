@@ -34,7 +34,9 @@ class PolicySteps:
         self._models = models
         self._num_ranks = num_ranks
         self._optimizer = ShardedOptimizer(
-            dict(models.policy.named_parameters()), config.learner, models.group
+            {name: p for name, p in models.policy.named_parameters() if p.requires_grad},
+            config.learner,
+            models.group,
         )
 
     def take(self, experience: Experience, plan: Plan, totals: Totals) -> dict[str, float]:

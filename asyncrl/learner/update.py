@@ -25,6 +25,7 @@ from asyncrl.learner.experience import receive_shard
 from asyncrl.learner.export import export_model
 from asyncrl.learner.finite import first_non_finite, shard_norms
 from asyncrl.learner.flow import find_stages
+from asyncrl.learner.lora import save_adapter
 from asyncrl.learner.loss import add_by_staleness
 from asyncrl.learner.mfu import ModelFlops
 from asyncrl.learner.model import TensorShard
@@ -113,11 +114,10 @@ class PolicyLearner:
 
     def check_finite(self) -> None:
         """Raises LearnerError on every rank when a weight is NaN or Inf, naming the first such tensor. Collective."""
-        shards = list(self.named_shards())
-        norms = shard_norms([shard.rows for shard in shards])
-        if (index := first_non_finite(norms, self._group)) is not None:
+        norms = {shard.name: shard_norms([shard.rows]) for shard in self.named_shards()}
+        if (index := first_non_finite(torch.cat(list(norms.values())), self._group)) is not None:
             raise LearnerError(
-                f"weights of {shards[index].name} are not finite; this version is not published; "
+                f"weights of {list(norms)[index]} are not finite; this version is not published; "
                 "lower learner.lr or raise learner.warmup_versions"
             )
 
@@ -126,15 +126,27 @@ class PolicyLearner:
         return self._models.policy.named_shards()
 
     def export(self, folder: Path) -> None:
-        """Rank 0 writes the model to `folder`, which must not exist, in Hugging Face format. Collective."""
+        """Rank 0 writes the model to `folder`, which must not exist, in Hugging Face format. Collective.
+
+        Of adapters the merged model, and `adapter` beside it for peft.
+        """
         is_writer = self._mesh.get_rank() == 0
         export_model(
-            self._models.policy.transformer,
+            self.named_shards(),
             self._model_path,
             folder,
             dtype=self._publish_dtype,
+            group=self._group,
             is_writer=is_writer,
         )
+        if (lora := self._config.learner.lora) is not None:
+            save_adapter(
+                self._models.policy.transformer,
+                lora,
+                self._config.model,
+                folder.with_name("adapter"),
+                is_writer=is_writer,
+            )
 
     def _check_shard(self, shard: Shard) -> None:
         plan, rank = shard.plan, self._mesh.get_local_rank()
