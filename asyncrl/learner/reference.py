@@ -49,13 +49,13 @@ class BaseReference:
     """Log-probs under the model beneath the policy's adapters."""
 
     def __init__(self, policy: PolicyModel) -> None:
-        self._policy = policy
+        self.model = policy
 
     @torch.no_grad()
     def logprobs(self, batch: PackedMicrobatch) -> Tensor:
         """[N] float32. Collective."""
-        with without_adapters(self._policy.transformer):
-            return self._policy(batch).logprobs
+        with without_adapters(self.model.transformer):
+            return self.model(batch).logprobs
 
     def after_version(self, version: int, policy: PolicyModel) -> None:
         """It never changes."""

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -21,6 +20,7 @@ from transformers import (
 )
 
 from asyncrl.config import Config
+from asyncrl.learner.mesh import make_mesh
 from asyncrl.learner.update import PolicyLearner
 from asyncrl.types import Plan, Shard, Status, Trajectory, TrajectoryGroup
 
