@@ -29,6 +29,8 @@ Rows = Iterator[tuple[str, str]]
 
 BYTES_A_PARAMETER = {"adamw": 16, "sgd": 8}
 """Of the learner: weight 4, gradient 4, AdamW's two moments 8."""
+BYTES_A_WEIGHT = 4
+"""Of a model that is not trained."""
 
 
 def check(config: Config) -> list[tuple[str, str]]:
@@ -148,13 +150,35 @@ def _model(examined: Examined, model_path: Path | None) -> Rows:
     if model_path is None:
         yield "model", f"{config.model}: not here yet; its sizes show once `asyncrl train` has brought it"
         return
-    num_parameters = sum(math.prod(shape) for shape in read_tensor_shapes(model_path).values())
+    num_parameters = _num_parameters(model_path)
     snapshots = snapshot_bytes(config, model_path, examined.device)
     free, folder = bytes_free(config.weight_sync.dir), config.weight_sync.dir
-    learner_bytes = BYTES_A_PARAMETER[config.learner.optimizer] * num_parameters
+    bytes_a_parameter = BYTES_A_PARAMETER[config.learner.optimizer]
     yield "model", f"{config.model}: {num_parameters / 1e6:.2f} M parameters"
     yield "snapshots", f"two at once: {snapshots / 1e6:.1f} MB in {folder}, {free / 1e6:.0f} MB free"
-    yield "learner memory", f"{learner_bytes / 1e6:.1f} MB of weights, gradients and moments over all ranks"
+    yield (
+        "learner memory",
+        f"{bytes_a_parameter * num_parameters / 1e6:.1f} MB of weights, gradients and moments over all ranks",
+    )
+    algorithm = config.algorithm
+    if algorithm.needs_reference:
+        yield from _besides("reference", algorithm.reference.model, num_parameters, BYTES_A_WEIGHT, "weights")
+    if algorithm.critic is not None and not algorithm.critic.shared:
+        what = "weights, gradients and moments"
+        yield from _besides("critic", algorithm.critic.model, num_parameters, bytes_a_parameter, what)
+
+
+def _besides(role: str, name: str | None, of_policy: int, bytes_a_parameter: int, what: str) -> Rows:
+    """A model that the ranks hold besides the policy. None: one of its size."""
+    if name is not None and not model_is_ready(name):
+        yield f"{role} memory", f"{name}: not here yet; its size shows once `asyncrl train` has brought it"
+        return
+    num_parameters = of_policy if name is None else _num_parameters(resolve_model(name))
+    yield f"{role} memory", f"{bytes_a_parameter * num_parameters / 1e6:.1f} MB of {what} over all ranks"
+
+
+def _num_parameters(model_path: Path) -> int:
+    return sum(math.prod(shape) for shape in read_tensor_shapes(model_path).values())
 
 
 def _processes(placements: Placements) -> Rows:

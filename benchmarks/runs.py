@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-ASYNCRL = Path(sys.executable).with_name("asyncrl")
+ASYNCRL = (sys.executable, "-m", "asyncrl.cli")
+"""The command `asyncrl`, of the package that this process imports."""
 STOP_S = 60.0
 """A child that was told to stop is killed after it."""
 OFFLINE = {
@@ -48,7 +49,7 @@ def train(
 
     It runs in this file's folder, so that `module:attr` finds the modules of the benchmarks.
     """
-    command = [str(ASYNCRL), "train", str(config.resolve())]
+    command = [*ASYNCRL, "train", str(config.resolve())]
     command += [*overrides, f"run.dir={folder}", f"run.name={name}"]
     start_s = time.monotonic()
     run_child(command, log=folder / f"{name}.log", timeout_s=timeout_s)

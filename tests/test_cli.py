@@ -212,8 +212,8 @@ def test_the_page_of_keys_has_every_key_and_says_what_is_not_built(asyncrl: Asyn
     sections = re.split(r"^## ", out, flags=re.MULTILINE)[1:]
     shown = set()
     for section in sections:
-        paths = re.findall(r"`([a-z_.]+)`", section.splitlines()[0].partition(" of type ")[0])
-        for key in re.findall(r"^\| `([a-z_]+)`", section, re.MULTILINE):
+        paths = re.findall(r"`([a-z0-9_.]+)`", section.splitlines()[0].partition(" of type ")[0])
+        for key in re.findall(r"^\| `([a-z0-9_]+)`", section, re.MULTILINE):
             shown |= {f"{path}.{key}" for path in paths} or {key}
     tables = {key.rpartition(".")[0] for key in all_keys(Config)}
     assert set(all_keys(Config)) - shown <= tables

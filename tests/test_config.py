@@ -6,11 +6,18 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from asyncrl.config import Config, all_keys, dump_config, load_config, shared_digest
+from asyncrl.config.advantage_presets import Peer
+from asyncrl.config.advantages import OutcomeAdvantages
+from asyncrl.config.loss_presets import PEERS, VALUE_PEERS
+from asyncrl.config.losses import GspoLoss, PpoLoss
+from asyncrl.config.recipes import RECIPES
 from asyncrl.config.renames import ABSENT, RENAMES
 from asyncrl.config.table import nested_tables
 from asyncrl.errors import ConfigError
@@ -32,32 +39,56 @@ def test_shipped_configs_load_and_survive_a_dump(path: Path, tmp_path: Path):
 
 
 def test_every_key_has_a_sentence_of_documentation():
-    def undocumented(table, prefix=""):
-        for name, field in table.model_fields.items():
-            if not field.description and name not in ("type", *NAMED_BY_THEIR_TABLE):
-                yield prefix + name
-
-    NAMED_BY_THEIR_TABLE = {  # tables are documented by their class docstring
-        name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")
+    # Mutation: a key without a docstring, in a table however deep.
+    tables = {table for _, table in leaves(Config)} | {Config}
+    named_by_their_table = {
+        (table, name) for table in tables for name, field in table.model_fields.items() if is_table(field)
     }
-    tables = [
-        Config,
-        *(f.annotation for f in Config.model_fields.values() if hasattr(f.annotation, "model_fields")),
+    undocumented = [
+        f"{table.__name__}.{name}"
+        for table in tables
+        for name, field in table.model_fields.items()
+        if not field.description and name != "type" and (table, name) not in named_by_their_table
     ]
-    assert [key for table in tables for key in undocumented(table)] == []
-    assert "algorithm.correction.cap" in set(all_keys(Config))
+    assert undocumented == []
+    assert "algorithm.correction.weight.upper" in set(all_keys(Config))
+
+
+def is_table(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
 def test_overrides_win_over_the_file_and_numbers_without_a_dot_are_numbers():
     config = load_config(
         CONFIGS / "tiny.yaml",
-        ["learner.lr=1e-6", "rollout.stop=[a, b]", "algorithm.correction={type: none}"],
+        ["learner.lr=1e-6", "rollout.stop=[a, b]", "algorithm.correction={weight: null}"],
     )
     assert config.learner.lr == 1e-6
     assert config.rollout.stop == ("a", "b")
-    assert config.algorithm.correction.type == "none"
+    assert config.algorithm.correction.weight is None
     assert config.learner.prompts_per_batch == 16
-    assert load_config(None, ["algorithm.correction.cap=3"]).algorithm.correction.cap == 3.0
+    [bounded] = [load_config(None, ["algorithm.correction.weight.upper=3"]).algorithm.correction.weight]
+    assert bounded is not None
+    assert bounded.upper == 3.0
+
+
+def test_a_key_is_added_to_a_table_that_an_override_or_the_file_only_names(tmp_path: Path):
+    # Mutations: only `algorithm` may be a name -> "advantages is 'rloo', not a table"; drop what the name stands for.
+    critic = load_config(None, ["algorithm=ppo", "algorithm.critic.lr=2e-6"]).algorithm.critic
+    assert critic is not None
+    assert critic.lr == 2e-6
+    file = tmp_path / "named.yaml"
+    file.write_text("algorithm: {advantages: rloo, loss: {policy: gspo}}")
+    algorithm = load_config(
+        file, ["algorithm.advantages.gamma=0.9", "algorithm.loss.policy.clip_low=0.01"]
+    ).algorithm
+    assert isinstance(algorithm.advantages, OutcomeAdvantages)
+    assert (algorithm.advantages.baseline, algorithm.advantages.gamma) == ("leave_one_out", 0.9)
+    assert isinstance(algorithm.loss.policy, GspoLoss)
+    assert (algorithm.loss.policy.clip_low, algorithm.loss.policy.clip_high) == (0.01, 4e-4)
+    assert load_config(None, ["algorithm.loss.policy.clip_high=0.3"]).algorithm.loss.policy == PpoLoss(
+        clip_high=0.3
+    )
 
 
 def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Path):
@@ -78,20 +109,22 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ("actor_rollout_ref.rollout.n=4", ["actor_rollout_ref.rollout.n", "here it is rollout.group_size"]),
         ("actor_rollout_ref.rollout.val_kwargs.n=4", ["val_kwargs.n", "here it is eval.num_samples"]),
         ("actor_rollout_ref.rollout.temperature=2", ["did you mean rollout.temperature?"]),
-        ("worker.cliprange=2", ["worker.cliprange", "leave it out", "asyncrl schema"]),
+        ("worker.zygote=2", ["worker.zygote", "leave it out", "asyncrl schema"]),
         (
             "actor_rollout_ref.actor.use_kl_loss=true",
-            ["use_kl_loss: unknown key; leave it out: there is no KL"],
+            ["use_kl_loss: unknown key; here it is algorithm.loss.kl, a table where there is one"],
         ),
         (
             "algorithm.kl_ctrl.kl_coef=0.1",
-            ["algorithm.kl_ctrl: unknown key; leave it out: there is no KL term"],
+            ["kl_ctrl.kl_coef: unknown key; here it is algorithm.kl_reward.coef"],
         ),
-        ("critic.model.path=x", ["critic: unknown key; leave it out: there is no critic"]),
+        ("critic.model.path=x", ["critic.model.path: unknown key; here it is algorithm.critic.model"]),
+        ("critic.optim.lr=1", ["critic.optim.lr: unknown key; here it is algorithm.critic.lr"]),
         (
             "algorithm.loss_type=grpo",
-            ["algorithm.loss_type: unknown key; leave it out: the loss is the mean"],
+            ["algorithm.loss_type: unknown key; here it is algorithm.loss.aggregation.mode"],
         ),
+        ("algorithm.adv_estimator=gae", ["adv_estimator: unknown key; here it is algorithm, a recipe"]),
         (
             "trainer.save_freq=5",
             ["trainer.save_freq: unknown key; leave it out: there are no checkpoints yet"],
@@ -105,7 +138,7 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ("rollout.temperature=.nan", ["rollout.temperature", "nan", "finite"]),
         ("learner.lr=.inf", ["learner.lr", "inf", "finite"]),
         ("timeouts.lease_s=.inf", ["timeouts.lease_s", "inf", "finite"]),
-        ("algorithm.correction.cap=.inf", ["algorithm.correction.cap", "inf", "finite"]),
+        ("algorithm.correction.weight.upper=.inf", ["algorithm.correction.weight.upper", "inf", "finite"]),
         ("rollout.engine_args={a: [.nan]}", ["rollout.engine_args", "nan", "finite"]),
         ("learner.betas=[0.9, 1.0]", ["learner.betas.1", "1.0", "less than 1"]),
         ("learner.betas=[-0.1, 0.9]", ["learner.betas.0", "-0.1", "greater than or equal to 0"]),
@@ -114,7 +147,15 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ("rollout.group_size=1", ["rollout.group_size 1", "at least 2"]),
         ("rollout.group_size=500", ["group_size 500", "max_num_seqs 128"]),
         ("rollout.max_groups_in_flight=99", ["max_groups_in_flight 99", "max_num_seqs"]),
-        ("algorithm=ppo", ["algorithm", "'ppo'", "grpo"]),
+        ("algorithm=pp0", ["algorithm: 'pp0' is no recipe (did you mean 'ppo'?)", "grpo", "module:attr"]),
+        ("algorithm=no_such_module:recipe", ["algorithm: ", "no_such_module", "ModuleNotFoundError"]),
+        ("algorithm.advantages=rlo", ["algorithm.advantages: 'rlo' is no estimator (did you mean 'rloo'?)"]),
+        ("algorithm.stages=[score, advantag, loss]", ["'advantag' is no stage (did you mean 'advantage'?)"]),
+        ("algorithm.stages=[advantage, loss, update]", ["'loss' needs 'score' before it"]),
+        ("algorithm.loss.policy.function=mine", ["algorithm.loss.policy.function: unknown key"]),
+        ("algorithm.loss.policy={type: custom, function: mine}", ["policy.function: 'mine'", "module:NAME"]),
+        ("algorithm.preset=trll", ["algorithm.preset: 'trll'", "'trl'"]),
+        ("algorithm.filter={keep: mean_between, between: [1, 0]}", ["algorithm.filter: between (1.0, 0.0)"]),
         ("mode=colocated", ["mode", "colocated", "not built yet", "disaggregated"]),
         ("launcher=ray", ["launcher", "ray", "not built yet"]),
         ("over_age=wait", ["over_age", "wait", "'mask', 'keep'"]),
@@ -140,6 +181,147 @@ def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str
         load_config(None, [override])
     for part in says:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["algorithm.advantages=gae"],
+            "algorithm.advantages: gae reads the values of a critic; use the recipe ppo",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.advantages=grpo"],
+            "algorithm.critic: advantages of type outcome give a critic no",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.critic.coef=0.5"],
+            "algorithm.critic.coef: a critic of its own is trained by",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.critic={shared: true, warmup_versions: 3}"],
+            "algorithm.critic.warmup_versions: a shared critic trains with the policy's loss",
+        ),
+        (
+            ["algorithm.critic={}", "algorithm.advantages=otb"],
+            "algorithm.critic: the stages of 'grpo' lack 'critic'",
+        ),
+        (
+            ["algorithm.stages=[score, advantage, loss, update]", "algorithm.filter.keep=spread"],
+            "algorithm.filter.keep: the stages of 'grpo' lack 'filter'; add it",
+        ),
+        (
+            ["algorithm.correction.proximal=bypass"],
+            "algorithm.correction.weight: with correction.proximal bypass the ratio of a ppo loss",
+        ),
+        (
+            ["algorithm.loss.policy={type: cispo, anchor: rollout}"],
+            "algorithm.correction.weight: with loss.policy.anchor rollout the ratio of a cispo loss",
+        ),
+        (
+            ["algorithm.loss.policy=vespo", "algorithm.correction.preset=bypass_pg_is"],
+            "algorithm.correction.weight: with correction.proximal bypass the ratio of a vespo loss",
+        ),
+        (["algorithm.reference.model=x"], "algorithm.reference.model: nothing reads a reference model"),
+        (["algorithm.reference.refresh_every=3"], "algorithm.reference.refresh_every: nothing reads"),
+        (
+            ["algorithm.kl_reward={}", "algorithm.advantages=gdpo"],
+            "algorithm.kl_reward: advantages of type gdpo have no place for it; set loss.kl instead",
+        ),
+        (
+            ["algorithm.kl_reward={clip_reward: 5}"],
+            "algorithm.kl_reward.clip_reward: it is of advantages of type gae",
+        ),
+        (
+            ["algorithm.loss={policy: kl_cov, top_entropy_share: 0.2}"],
+            "algorithm.loss.top_entropy_share: kl_cov selects tokens itself",
+        ),
+        (
+            ["algorithm.loss.ptx.positive_coef=1", "algorithm.correction.preset=decoupled_k3_rs"],
+            "algorithm.loss.ptx.positive_coef: its count is known before the correction",
+        ),
+        (
+            ["algorithm=dapo", "rollout.group_size=1", "algorithm.advantages=reinforce"],
+            "algorithm.filter.keep spread leaves out every group of rollout.group_size 1",
+        ),
+        (
+            ["algorithm=dapo", "algorithm.shaping.overlong.buffer_tokens=9"],
+            "algorithm.shaping.overlong.buffer_tokens 9 exceeds rollout.max_completion_tokens 8",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_contradict_each_other_are_refused_by_key(overrides: list[str], says: str):
+    # Mutation: drop any of the questions of config/contradictions.py.
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.loss.policy=reinforce", "algorithm.correction.preset=bypass_pg_is"],
+        ["algorithm.loss.policy={anchor: learner}", "algorithm.correction.proximal=bypass"],
+        ["algorithm.correction.preset=bypass_ppo_clip"],
+        ["algorithm=ppo", "algorithm.critic={shared: true, coef: 0.5}"],
+        ["algorithm.reference.refresh_every=3", "algorithm.loss.kl={}"],
+        ["algorithm=ppo", "algorithm.kl_reward={clip_reward: 5}"],
+    ],
+    ids=" ".join,
+)
+def test_options_that_only_look_like_a_contradiction_are_taken(overrides: list[str]):
+    # Mutation: refuse every weight under bypass, every clip_reward.
+    load_config(None, overrides)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "preset", ["verl", "trl", "trl_async", "openrlhf", "nemo", "skyrl", "open_instruct", "torchrl"]
+)
+def test_every_recipe_loads_with_every_peers_conventions_and_survives_a_dump(
+    recipe: str, preset: str, tmp_path: Path
+):
+    # Mutations: another name of a peer for one part -> that part has no preset; put the preset over the recipe's
+    # own options, or over those of a dump -> what comes back differs.
+    if (recipe, preset) == ("decoupled_ppo", "trl_async"):
+        pytest.skip("three policies, and a ratio to the sampler: refused, as the test above holds")
+    config = load_config(None, [f"algorithm={recipe}", f"algorithm.preset={preset}"])
+    algorithm = config.algorithm
+    assert algorithm.advantages.preset == algorithm.loss.preset == preset
+    own = "areal" if recipe == "decoupled_ppo" else preset
+    assert algorithm.correction.preset == own
+    if algorithm.critic is not None and preset in VALUE_PEERS:
+        assert algorithm.critic.loss.preset == preset
+    dumped = tmp_path / "config.yaml"
+    dumped.write_text(dump_config(config))
+    assert load_config(dumped) == config
+
+
+@pytest.mark.parametrize("peer", get_args(Peer))
+def test_every_peer_has_conventions_of_advantages_and_losses(peer: str):
+    # Mutation: a peer that one part calls otherwise.
+    algorithm = load_config(None, [f"algorithm.preset={peer}"]).algorithm
+    assert algorithm.advantages.preset == algorithm.loss.preset == peer
+    assert peer in PEERS
+    assert set(VALUE_PEERS) <= set(get_args(Peer)) == set(PEERS)
+
+
+def test_a_preset_changes_what_is_computed_and_what_is_written_beside_it_wins():
+    # Mutations: take a preset and use none of it; let it win over what was written.
+    plain, verl = (load_config(None, o).algorithm for o in ([], ["algorithm.preset=verl"]))
+    assert isinstance(verl.loss.policy, PpoLoss)
+    assert isinstance(verl.advantages, OutcomeAdvantages)
+    assert (verl.loss.policy.dual_clip, verl.advantages.group_of_one) == (3.0, "reward")
+    assert plain.loss.policy == PpoLoss()
+    own = load_config(None, ["algorithm.preset=verl", "algorithm.loss.policy.dual_clip=null"]).algorithm
+    assert own.loss.policy == PpoLoss()
+    trl = load_config(None, ["algorithm.preset=trl", "algorithm.advantages.epsilon=0.5"]).algorithm.advantages
+    assert isinstance(trl, OutcomeAdvantages)
+    assert trl.epsilon == 0.5
+    nemo = load_config(None, ["algorithm=ppo", "algorithm.preset=nemo"]).algorithm
+    assert nemo.critic is not None
+    assert nemo.critic.loss.clip is None
 
 
 def mistakes_of(*overrides: str) -> list[str]:
@@ -230,6 +412,16 @@ def test_the_shared_digest_ignores_what_each_side_may_choose_and_nothing_else():
 
 ONLY_SHOWN = {"check.py", "launch/preflight.py"}
 """Their reading a key gives it no effect on a run."""
+READ_BY_THE_TREE = {
+    "algorithm.preset",
+    "algorithm.advantages.preset",
+    "algorithm.loss.preset",
+    "algorithm.correction.preset",
+    "algorithm.critic.loss.preset",
+    "algorithm.advantages.whiten_over",
+}
+"""Presets choose other options while the tree is made (test_a_preset_changes_what_is_computed); the other is read by a
+property of its table (tests/algorithms/test_outcome_advantages.py)."""
 REFUSED_WHEN_CHANGED = {
     "mode": "colocated",
     "launcher": "ray",
@@ -284,17 +476,26 @@ def test_every_key_has_an_effect_or_is_refused_when_it_is_changed():
     def is_read(key: str, table: type[BaseModel]) -> bool:
         owner, _, leaf = f"config.{key}".rpartition(".")
         owner = owner.rpartition(".")[2]
+        owners = {owner, owner.removesuffix("s")}  # one of a list
+        # A table's inherited keys may be read where only the base is named.
+        bases = {base.__name__ for base in table.__mro__ if leaf in getattr(base, "model_fields", {})} - {
+            "Config"
+        }
         return any(
-            (owner, leaf) in pairs or (table.__name__ in names and any(leaf == attr for _, attr in pairs))
+            any((name, leaf) in pairs for name in owners)
+            or any(base in names and any(leaf == attr for _, attr in pairs) for base in bases)
             for pairs, names in sources
         )
 
     unread = {key for key, table in leaves(Config) if not is_read(key, table)}
     tags = {key for key in unread if key.endswith(".type")}  # isinstance tells these tables apart
-    assert unread - tags == set(REFUSED_WHEN_CHANGED)
+    assert unread - tags - READ_BY_THE_TREE == set(REFUSED_WHEN_CHANGED)
+    assert unread >= READ_BY_THE_TREE
 
 
-@pytest.mark.parametrize(("key", "value"), REFUSED_WHEN_CHANGED.items())
+@pytest.mark.parametrize(
+    ("key", "value"), [*REFUSED_WHEN_CHANGED.items(), ("algorithm.loss.ptx.coef", "0.5")]
+)
 def test_a_key_without_effect_cannot_be_changed(key: str, value: str):
     # Mutation: drop the key's validator -> the value is taken and ignored.
     with pytest.raises(ConfigError, match=rf"^{key}: "):

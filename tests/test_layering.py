@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "asyncrl"
 
 LAYERS = [
-    {"types", "config", "errors", "dtypes", "cache", "hub"},
+    {"types", "config", "errors", "dtypes", "cache", "hub", "user_code"},
     {"algorithms", "envs", "models", "stream", "run_directory", "trackers", "model_card"},
     {"coordinator", "rollout_server", "learner", "weight_sync"},
     {"launch"},
@@ -22,6 +22,8 @@ LAYERS = [
 """A part imports from lower layers and from itself."""
 WITHIN_A_LAYER = {
     ("config", "errors"),
+    ("config", "user_code"),  # a recipe of the user's own
+    ("user_code", "errors"),
     ("dtypes", "config"),
     ("models", "envs"),  # the tiny model is warmed up on a demonstration task
     ("learner", "weight_sync"),  # both ends of a version's way: the manifest, the snapshot, the transports

@@ -100,7 +100,7 @@ def test_verls_command_and_ours_say_the_same():
     # Mutations: a key that does not exist here, or another than the error for verl's names; another value.
     text = (ROOT / "docs" / "migrating.md").read_text()
     rows = re.findall(r"^  ([\w.]+)=(\S+) +'?([a-z_.]+)=([^'\s]+)'?", text, re.MULTILINE)
-    assert len(rows) == 13
+    assert len(rows) == 15
     load_config(None, [f"{key}={ours}" for _, _, key, ours in rows])
     for verl, value, key, ours in rows:
         assert re.search(rf"(here it is|did you mean) {re.escape(key)}\b", said_of(f"{verl}={value}")), verl

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field
+from pydantic import BeforeValidator, Discriminator, Field, field_validator
 
-from asyncrl.config.advantage_presets import Peer, with_presets
-from asyncrl.config.table import Table
+from asyncrl.config.advantage_presets import ALGORITHMS, Peer, with_presets
+from asyncrl.config.table import Table, names_a_function
+from asyncrl.user_code import did_you_mean, names_user_code
 
 NonNegative = Annotated[float, Field(ge=0)]
 UnitInterval = Annotated[float, Field(ge=0, le=1)]
@@ -153,13 +154,49 @@ class TokenBaselineAdvantages(Table):
     """Added to the sum of weights."""
 
 
+class CustomAdvantages(Table):
+    """Advantages of your own."""
+
+    type: Literal["custom"] = "custom"
+    function: str
+    """`module:attr` or `path/to/file.py:attr` of f(experience: Experience, **options) -> Tensor [N]. The learner's
+    log-probs are there, and a reference's where a KL term reads them."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of every call."""
+    whiten: Whitening | None = None
+    """Afterwards, over tokens."""
+
+    @field_validator("function")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        return names_a_function(value)
+
+
 AnyAdvantages = (
-    OutcomeAdvantages | PassAtKAdvantages | ComponentAdvantages | GaeAdvantages | TokenBaselineAdvantages
+    OutcomeAdvantages
+    | PassAtKAdvantages
+    | ComponentAdvantages
+    | GaeAdvantages
+    | TokenBaselineAdvantages
+    | CustomAdvantages
 )
+
+TABLES = ("outcome", "pass_at_k", "gdpo", "gae", "otb", "custom")
+"""Their types."""
+
+
+def advantage_options(value: Any) -> Any:
+    """The options of a table that is named for short: by a name, or by `module:attr`."""
+    if not isinstance(value, str):
+        return value
+    return {"type": "custom", "function": value} if names_user_code(value) else {"type": value}
 
 
 def _expanded(value: Any) -> Any:
-    value = {"type": value} if isinstance(value, str) else value
+    value = advantage_options(value)
+    names = [*ALGORITHMS, *TABLES]
+    if isinstance(value, dict) and isinstance(name := value.get("type"), str) and name not in names:
+        raise ValueError(f"{name!r} is no estimator{did_you_mean(name, names)}; there are {', '.join(names)}")
     return with_presets({"type": "outcome", **value}) if isinstance(value, dict) else value
 
 

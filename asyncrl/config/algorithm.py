@@ -15,20 +15,18 @@ from pydantic import Field, field_validator, model_validator
 from asyncrl.config.advantage_presets import Peer
 from asyncrl.config.advantages import (
     AdvantagesConfig,
-    ComponentAdvantages,
+    CustomAdvantages,
     GaeAdvantages,
     OutcomeAdvantages,
-    PassAtKAdvantages,
+    Whitened,
+    Whitening,
+    advantage_options,
 )
+from asyncrl.config.contradictions import contradictions
 from asyncrl.config.correction_presets import CORRECTION_PRESETS
 from asyncrl.config.corrections import OffPolicyCorrection
-from asyncrl.config.losses import (
-    CrossEntropyLoss,
-    KlControllerConfig,
-    LossConfig,
-    ReinforceLoss,
-    ValueLossConfig,
-)
+from asyncrl.config.loss_presets import PEERS, VALUE_PEERS, policy_options
+from asyncrl.config.losses import KlControllerConfig, LossConfig, ValueLossConfig
 from asyncrl.config.recipes import check_stages, find_recipe, merged
 from asyncrl.config.shaping import FilterConfig, ShapingConfig
 from asyncrl.config.table import Positive, Table
@@ -81,7 +79,7 @@ class AlgorithmConfig(Table):
     type: str = "grpo"
     """A recipe by name, or `module:attr` of one of your own (a `Recipe`)."""
     preset: Peer | None = None
-    """A peer's whole convention: the preset of advantages, loss and correction where they name none."""
+    """A peer's whole convention: the preset of advantages, loss, correction and critic.loss where they name none."""
     stages: tuple[str, ...] = ()
     """The recipe's stages in order; a stage of your own is `module:attr`. Left out: the recipe's."""
     shaping: ShapingConfig = ShapingConfig()
@@ -108,10 +106,10 @@ class AlgorithmConfig(Table):
     @model_validator(mode="before")
     @classmethod
     def _recipe_below(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or not isinstance(value.get("type", "grpo"), str):
             return value
         recipe = find_recipe(value.get("type", "grpo"))
-        tree = merged(recipe.options, value)
+        tree = merged(_spelled_out(recipe.options), _spelled_out(value))
         tree["stages"] = value.get("stages") or recipe.stages
         peer = value.get("preset")
         if isinstance(peer, str) and peer in get_args(Peer):
@@ -125,80 +123,10 @@ class AlgorithmConfig(Table):
         return value
 
     @model_validator(mode="after")
-    def _combinations(self) -> AlgorithmConfig:
-        if isinstance(self.advantages, GaeAdvantages) and (
-            self.critic is None or "values" not in self.stages
-        ):
-            raise ValueError(
-                "advantages of type gae read the values of a critic; use the recipe ppo, or critic: {} and its stages, "
-                "or use other advantages"
-            )
-        if self.critic is not None and "critic" not in self.stages:
-            raise ValueError(
-                f"critic: the stages of {self.type!r} have none; leave it out, or use the recipe ppo"
-            )
-        self._check_stages_are_there()
-        self._check_critic()
-        self._check_rewards_are_read()
-        rejects = bool(self.correction.rejections) and self.correction.denominator == "kept"
-        shares = self.critic is not None and self.critic.shared
-        if rejects and (self.loss.ptx.coef or self.loss.ptx.positive_coef or shares):
-            raise ValueError(
-                "correction.denominator kept and loss.ptx, or critic.shared, divide by two counts of which one is "
-                "known only afterwards; set denominator: all"
-            )
-        has_ratio = not isinstance(self.loss.policy, ReinforceLoss | CrossEntropyLoss)
-        has_ratio = has_ratio and getattr(self.loss.policy, "anchor", "") != "learner"
-        if self.correction.proximal == "bypass" and self.correction.weight is not None and has_ratio:
-            raise ValueError(
-                f"correction.weight is the ratio to the rollout policy, and under proximal: bypass so is the ratio of "
-                f"loss.policy {self.loss.policy.type!r}; set correction.weight: null"
-            )
+    def _can_be_meant(self) -> AlgorithmConfig:
+        for said in contradictions(self):
+            raise ValueError(said)
         return self
-
-    def _check_stages_are_there(self) -> None:
-        advantages, correction = self.advantages, self.correction
-        whitens = getattr(advantages, "whiten", None) is not None
-        for key, asks, stage in (
-            ("filter", self.filter != FilterConfig(), "filter"),
-            ("shaping", self.shaping != ShapingConfig(), "shape"),
-            ("kl_reward", self.kl_reward is not None, "kl_reward"),
-            ("kl_reward, or loss.kl,", self.needs_reference, "reference"),
-            ("critic", self.critic is not None, "values"),
-            ("advantages.whiten", whitens, "whiten"),
-            ("correction", correction.needs_whole_batch, "correct"),
-            ("loss", self.loss.selects_tokens, "select"),
-        ):
-            if asks and stage not in self.stages:
-                raise ValueError(f"{key} asks for the stage {stage!r}, which the stages have not; add it")
-
-    def _check_critic(self) -> None:
-        critic = self.critic
-        if critic is None:
-            return
-        if not isinstance(self.advantages, GaeAdvantages):
-            raise ValueError(
-                f"critic: advantages of type {self.advantages.type} read no values; use gae, or leave it out"
-            )
-        if critic.shared and critic.warmup_versions:
-            raise ValueError(
-                f"critic.warmup_versions {critic.warmup_versions} trains the critic alone, and a shared one is the "
-                "policy's body too; set warmup_versions: 0, or shared: false"
-            )
-
-    def _check_rewards_are_read(self) -> None:
-        """What changes the trajectory's reward must not be lost on advantages that read something else."""
-        advantages, shaping = self.advantages, self.shaping
-        if self.kl_reward is not None and isinstance(advantages, ComponentAdvantages | PassAtKAdvantages):
-            raise ValueError(
-                f"kl_reward: advantages of type {advantages.type} leave no place for it; use loss.kl"
-            )
-        shapes = shaping.model_copy(update={"truncated": "train"}) != ShapingConfig()
-        if shapes and isinstance(advantages, ComponentAdvantages):
-            raise ValueError(
-                "shaping: advantages of type gdpo read each reward before it; only `truncated` may be set, or use a "
-                "reward of the length"
-            )
 
     @property
     def compares_within_groups(self) -> bool:
@@ -207,12 +135,30 @@ class AlgorithmConfig(Table):
         advantages = self.advantages
         if isinstance(advantages, OutcomeAdvantages):
             return advantages.baseline not in ("greedy", "none") and advantages.baseline_over == "group"
-        return not isinstance(advantages, GaeAdvantages)
+        return not isinstance(advantages, GaeAdvantages | CustomAdvantages)
 
     @property
     def needs_reference(self) -> bool:
         """Whether some term reads the reference model."""
         return self.kl_reward is not None or (self.loss.kl is not None and self.loss.kl.reference == "ref")
+
+    @property
+    def token_whitening(self) -> Whitening | None:
+        """What is done to the advantages with the moments of all ranks' tokens."""
+        advantages = self.advantages
+        if isinstance(advantages, Whitened):
+            return advantages.token_whitening
+        return advantages.whiten if isinstance(advantages, GaeAdvantages | CustomAdvantages) else None
+
+
+def _spelled_out(tree: dict[str, Any]) -> dict[str, Any]:
+    """Names alone as the tables that they stand for, so that keys can be put on top of them."""
+    tree, loss = dict(tree), tree.get("loss")
+    if "advantages" in tree:
+        tree["advantages"] = advantage_options(tree["advantages"])
+    if isinstance(loss, dict) and isinstance(policy := loss.get("policy"), str):
+        tree["loss"] = {**loss, "policy": policy_options(policy)}
+    return tree
 
 
 def _with_tuples(value: Any) -> Any:
@@ -223,11 +169,14 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _put_preset(tree: dict[str, Any], peer: str) -> None:
-    """The peer's preset into each table that names none and has one of that peer."""
-    for part in ("advantages", "loss", "correction"):
-        if part == "correction" and peer not in CORRECTION_PRESETS:
-            continue
+    """The peer's preset into each table that names none, where there is one of that peer."""
+    advantages = tree.get("advantages", {})
+    if isinstance(advantages, dict) and advantages.get("type") != "custom":
+        tree["advantages"] = {"preset": peer, **advantages}
+    for part, peers in (("loss", PEERS), ("correction", CORRECTION_PRESETS)):
         table = tree.get(part, {})
-        table = {"type": table} if isinstance(table, str) else table
-        if isinstance(table, dict):
+        if isinstance(table, dict) and peer in peers:
             tree[part] = {"preset": peer, **table}
+    critic = tree.get("critic")
+    if isinstance(critic, dict) and peer in VALUE_PEERS and isinstance(critic.get("loss", {}), dict):
+        tree["critic"] = {**critic, "loss": {"preset": peer, **critic.get("loss", {})}}

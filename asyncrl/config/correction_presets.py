@@ -2,8 +2,9 @@
 
 A value is a dict of keys of `OffPolicyCorrection`. verl's names are its own (`RolloutCorrectionConfig`). Those called
 `bypass_pg_*` weigh a loss without a ratio (REINFORCE); the other `bypass_*` leave that to the ratio of a PPO loss.
-A peer's name alone is what it does by default; of those that correct nothing by default (openrlhf, nemo, skyrl, areal,
-roll, slime), what they do once it is switched on, with the bounds that their configurations start from or suggest.
+A peer's name alone is what it does by default; of those that correct nothing by default (verl, openrlhf, nemo, skyrl,
+areal, roll, slime), what they do once it is switched on, with the bounds that their configurations start from or
+suggest.
 """
 
 from __future__ import annotations

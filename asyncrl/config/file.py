@@ -16,9 +16,18 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from asyncrl.config.advantages import advantage_options
+from asyncrl.config.loss_presets import policy_options
 from asyncrl.config.mistakes import explain
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
+
+NAMED_TABLES = {
+    "algorithm": lambda name: {"type": name},
+    "advantages": advantage_options,
+    "policy": policy_options,
+}
+"""Tables that a name alone may stand for -> the table that it stands for: an override may add a key to it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -127,8 +136,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     *parents, key = path.split(".")
     for parent in parents:
         child = table.get(parent)
-        if parent == "algorithm" and isinstance(child, str):
-            child = {"type": child}
+        if parent in NAMED_TABLES and isinstance(child, str):
+            child = NAMED_TABLES[parent](child)
         if child is not None and not isinstance(child, dict):
             raise ConfigError(f"{path}: {parent} is {child!r}, not a table")
         table[parent] = dict(child or {})

@@ -11,11 +11,24 @@ from asyncrl.config.table import Positive, Table, not_built
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
+class LoraTable(Table):
+    """Low-rank adapters (arXiv:2106.09685) instead of training every weight."""
+
+    rank: Positive = 16
+    """Of each adapter."""
+    alpha: Positive = 32
+    """The adapter's product is multiplied by alpha / rank."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the linear layers that get one, such as q_proj; `all-linear`: all but the head."""
+
+
 class LearnerConfig(Table):
     """The learner ranks."""
 
     num_ranks: Positive = 1
     """FSDP2 ranks."""
+    replicas: Positive = 1
+    """Copies of the model over the ranks (HSDP), each sharded over num_ranks / replicas of them; 1: one copy."""
     prompts_per_batch: Positive = 16
     """B: groups that make one version."""
     minibatches: Positive = 1
@@ -42,6 +55,15 @@ class LearnerConfig(Table):
     """Compute dtype; master weights and moments are float32. `auto`: bfloat16 on a GPU, else float32."""
     logprob_chunk_tokens: Positive = 1024
     """Rows of logits held at once when log-probs are computed. Tokens."""
+    lora: LoraTable | None = None
+    """Train adapters; the model's own weights stay as they are. null: train the model."""
+    activation_checkpointing: bool = False
+    """Compute each block's activations again in the backward pass instead of keeping them: less memory, about a third
+    more time."""
+    compile: bool = False
+    """torch.compile of each block's feed-forward part; needs a C++ compiler on a CPU. The first versions are slower."""
+    offload: bool = False
+    """Parameters, gradients and moments in the host's memory, on a GPU only while they are used (FSDP2)."""
     export: bool = True
     """Write the last version in Hugging Face format to `<run>/model` at the end, in the publish dtype: what the
     engines served. (`asyncrl export --dtype` casts.)"""

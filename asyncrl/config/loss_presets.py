@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+from asyncrl.user_code import names_user_code
+
 Peer = Literal[
     "areal",
     "deepspeed_chat",
@@ -130,17 +132,20 @@ VALUE_PRESETS: dict[str, Options] = {
 }
 
 
+def policy_options(policy: Any) -> Any:
+    """The options of a policy loss that is named for short, or has no type."""
+    if isinstance(policy, str):
+        return {"type": "custom", "function": policy} if names_user_code(policy) else {"type": policy}
+    return {"type": "ppo", **policy} if isinstance(policy, dict) else policy
+
+
 def with_preset(options: Options) -> Options:
     """The options of a LossConfig on top of its preset's. A KL is added only where the options have one."""
-    peer = options.get("preset")
-    if peer not in LOSS_PRESETS:
+    policy = policy_options(options.get("policy", {}))
+    if not isinstance(options.get("preset"), str) or not isinstance(policy, dict):
         return options
-    policy = options.get("policy", {"type": "ppo"})
-    if not isinstance(policy, dict):
-        return options
-    presets = LOSS_PRESETS[peer]
-    defaults: Options = {"policy": {"type": "ppo"}}
-    merged = _layered(defaults, presets.get("any", {}), presets.get(policy.get("type", "ppo"), {}), options)
+    presets = LOSS_PRESETS.get(options["preset"], {})
+    merged = _layered(presets.get("any", {}), presets.get(policy["type"], {}), options | {"policy": policy})
     if options.get("kl") is None:
         merged.pop("kl", None)
     return merged

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from asyncrl.config.loss_presets import PEERS, VALUE_PEERS, with_preset, with_value_preset
-from asyncrl.config.table import Table
+from asyncrl.config.loss_presets import PEERS, VALUE_PEERS, policy_options, with_preset, with_value_preset
+from asyncrl.config.table import Table, names_a_function
 
 AboveZero = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -176,6 +176,21 @@ class CrossEntropyLoss(Table):
     type: Literal["cross_entropy"] = "cross_entropy"
 
 
+class CustomLoss(Table):
+    """A loss of your own."""
+
+    type: Literal["custom"] = "custom"
+    function: str
+    """`module:attr` or `path/to/file.py:attr` of f(tokens: LossTokens, **options) -> Tensor [N], with gradient."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of every call."""
+
+    @field_validator("function")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        return names_a_function(value)
+
+
 PolicyLoss = Annotated[
     PpoLoss
     | GspoLoss
@@ -190,9 +205,12 @@ PolicyLoss = Annotated[
     | ImportanceWeightedLoss
     | DroLoss
     | VespoLoss
-    | CrossEntropyLoss,
+    | CrossEntropyLoss
+    | CustomLoss,
     Field(discriminator="type"),
+    BeforeValidator(policy_options),
 ]
+"""A table, or a name alone; `ppo` without one."""
 
 
 class AggregationConfig(Table):
@@ -208,11 +226,11 @@ class AggregationConfig(Table):
     ] = "token-mean"
     """verl's names; `prompt-mean` is the mean over groups of each one's token mean."""
     length: AboveZero | None = None
-    """Constant of `seq-mean-token-sum-norm`; None: rollout.max_completion_tokens."""
+    """Constant of `seq-mean-token-sum-norm`; null: rollout.max_completion_tokens."""
     divide_by: (
         Literal["one", "tokens", "trajectories", "trained_trajectories", "groups"] | AboveZero | None
     ) = None
-    """The denominator: a count of the mini-batch, or a number; None: what the mode says."""
+    """The denominator: a count of the mini-batch, or a number; null: what the mode says."""
     at_least: NotNegative = 1.0
     """No count is taken smaller; 0 makes the loss of a mini-batch without a token NaN."""
 
@@ -245,6 +263,11 @@ class EntropyConfig(Table):
     estimate: Literal["distribution", "sampled"] = "distribution"
     """Of the whole distribution, or -p log p of the sampled token (Megatron-RL)."""
 
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether the entropies of the whole distributions carry a gradient: one more array of a chunk's logits."""
+        return self.coef != 0 and self.estimate == "distribution"
+
 
 class PtxConfig(Table):
     """coef * cross entropy of other tokens (InstructGPT's pre-training mix), or of good answers (VAPO)."""
@@ -252,7 +275,7 @@ class PtxConfig(Table):
     coef: NotNegative = 0.0
     """Of the token mean over supervised tokens that the batch brings beside its trajectories."""
     positive_coef: NotNegative = 0.0
-    """Of the token mean over the trajectories that the batch marks as positive."""
+    """Of the token mean over the trajectories whose reward, after shaping, is above 0."""
 
 
 class LossConfig(Table):
@@ -261,11 +284,11 @@ class LossConfig(Table):
     preset: Literal[PEERS] | None = None  # pyright: ignore[reportInvalidTypeForm]
     """Start from a peer's conventions for this type of policy loss."""
     policy: PolicyLoss = PpoLoss()
-    """By `type`."""
+    """By `type`: a table, a name alone (gspo, cispo, ...), or `module:attr` of your own."""
     aggregation: AggregationConfig = AggregationConfig()
     """Of the policy loss, the KL and the entropy."""
     kl: KlConfig | None = None
-    """None: no KL in the loss."""
+    """null: no KL in the loss."""
     entropy: EntropyConfig = EntropyConfig()
     """The entropy bonus."""
     ptx: PtxConfig = PtxConfig()
@@ -290,7 +313,7 @@ class ValueLossConfig(Table):
     preset: Literal[VALUE_PEERS] | None = None  # pyright: ignore[reportInvalidTypeForm]
     """Start from a peer's conventions."""
     clip: AboveZero | None = 0.2
-    """New values may leave the old ones by this; None: freely."""
+    """New values may leave the old ones by this; null: freely."""
     error: Literal["squared", "huber"] = "squared"
     """Of the value against the return."""
     huber_delta: AboveZero = 10.0

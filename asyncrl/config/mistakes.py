@@ -25,13 +25,22 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
             pass  # pydantic counts only the items that are right
         elif not path:
             yield message
+        elif item["type"] == "value_error" and _names_key(path, message):
+            yield f"{path}.{message}"
         elif item["type"] == "missing":
             yield f"{path}: missing from {item['input']!r}{_meaning(path)}"
         elif item["type"] == "value_error":
-            value = "" if message.startswith(repr(item["input"])) else f"{item['input']!r}: "
+            is_said = bool(_siblings(_without_indices(path))) or message.startswith(repr(item["input"]))
+            value = "" if is_said else f"{item['input']!r}: "
             yield f"{path}: {value}{message}"
         else:
             yield f"{path}: {item['input']!r}: {message}{_meaning(path)}"
+
+
+def _names_key(path: str, message: str) -> bool:
+    """Whether what a table refuses begins with one of its keys."""
+    key, separator, _ = message.partition(": ")
+    return bool(separator) and f"{_without_indices(path)}.{key}" in set(all_keys(Config))
 
 
 def _is_inside(location: tuple[int | str, ...], table: tuple[int | str, ...]) -> bool:
@@ -85,12 +94,12 @@ def _advice(path: str) -> str:
     """What the key is called here or why it has no counterpart, then the nearest of its own table, then the same word
     in another one."""
     key = _without_indices(path)
-    last, last_two = key.rpartition(".")[2], ".".join(key.split(".")[-2:])
-    if renamed := RENAMES.get(last_two) or RENAMES.get(last):
+    last_three, last_two, last = (".".join(key.split(".")[-n:]) for n in (3, 2, 1))
+    if renamed := RENAMES.get(last_three) or RENAMES.get(last_two) or RENAMES.get(last):
         return f"; here it is {renamed}"
     if said := ABSENT.get(last_two) or ABSENT.get(last):
         return f"; leave it out: {said}"
-    known = sorted(set(all_keys(Config)))
+    known = sorted(set(all_keys(Config)), key=lambda k: (k.count("."), k))
     elsewhere = [k for k in known if k.endswith(f".{last_two}") or k == last_two]
     elsewhere += [k for k in known if k.rpartition(".")[2] == last]
     if found := _nearest(path) or next(iter(elsewhere), ""):

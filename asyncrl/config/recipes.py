@@ -9,13 +9,11 @@ Your own: `algorithm: my_module:my_recipe` names a Recipe; `algorithm.stages` ta
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from asyncrl.user_code import did_you_mean, import_attribute, names_user_code
 
 Options = dict[str, Any]
 
@@ -136,19 +134,12 @@ def find_recipe(name: str) -> Recipe:
     """By name, or `module:attr`. Raises ValueError with the nearest name, or why it cannot be imported."""
     if name in RECIPES:
         return RECIPES[name]
-    module, separator, attr = name.partition(":")
-    if not separator:
-        near = difflib.get_close_matches(name, RECIPES, n=1)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
+    if not names_user_code(name):
         raise ValueError(
-            f"{name!r} is no recipe{meant}; there are {', '.join(RECIPES)}, and module:attr for your own"
+            f"{name!r} is no recipe{did_you_mean(name, RECIPES)}; there are {', '.join(RECIPES)}, and module:attr for "
+            "your own"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), attr)
-    except Exception as error:
-        raise ValueError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    found = import_attribute(name, "recipe")
     if not isinstance(found, Recipe):
         raise ValueError(f"{name!r} is a {type(found).__name__}; name a Recipe of asyncrl.config.recipes")
     return found
@@ -157,13 +148,12 @@ def find_recipe(name: str) -> Recipe:
 def check_stages(stages: Sequence[str]) -> None:
     """Raises ValueError for a stage that does not exist, stands twice, or before one that it builds on."""
     for position, name in enumerate(stages):
-        if ":" in name:
+        if names_user_code(name):
             continue
         if name not in STAGES:
-            near = difflib.get_close_matches(name, STAGES, n=1)
-            meant = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(
-                f"{name!r} is no stage{meant}; there are {', '.join(STAGES)}, and module:attr for your own"
+                f"{name!r} is no stage{did_you_mean(name, STAGES)}; there are {', '.join(STAGES)}, and module:attr for "
+                "your own"
             )
         if name in stages[:position]:
             raise ValueError(f"stage {name!r} stands twice; leave one out")

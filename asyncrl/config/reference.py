@@ -37,7 +37,7 @@ def reference() -> str:
         if tag := table["properties"].get("type", {}).get("const"):
             heading += f" of type `{tag}`"
         lines += [f"## {heading}\n", _one_line(table.get("description", "")) + "\n", COLUMNS]
-        for key, own in table["properties"].items():
+        for key, own in sorted(table["properties"].items(), key=lambda item: item[0] != "type"):
             if "$ref" not in own or "description" in own:
                 lines.append(_row(key, own, table, paths[0]))
         lines.append("")
@@ -51,7 +51,9 @@ def _tables(schema: Schema, definitions: Schema) -> dict[str, list[str]]:
     def look_into(table: Schema, path: str) -> None:
         for key, own in table["properties"].items():
             for name in _references(own):
-                found.setdefault(name, []).append(f"{path}{key}")
+                paths = found.setdefault(name, [])
+                if f"{path}{key}" not in paths:
+                    paths.append(f"{path}{key}")
                 look_into(definitions[name], f"{path}{key}.")
 
     look_into(schema, "")
@@ -134,7 +136,7 @@ def _is_built(path: str, value: Any) -> bool:
 def _shown(default: Any) -> str:
     """A default as YAML takes it; of a table its type, of a list of tables their names."""
     if isinstance(default, dict) and default:
-        return default["type"]
+        return str(default.get("type", "see below"))
     if isinstance(default, list) and default and isinstance(default[0], dict):
         tables: list[dict[str, Any]] = default
         return ", ".join(table.get("path") or table["name"] for table in tables)

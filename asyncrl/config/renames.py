@@ -1,7 +1,7 @@
 """What the keys of other frameworks are called here, or what is done here without them: for the error that refuses one.
 
-A key is looked up by its last two words, then by its last one: verl's `actor_rollout_ref.rollout.n` as `rollout.n`,
-then as `n`.
+A key is looked up by its last three words, its last two, its last one: verl's `actor_rollout_ref.rollout.n` as
+`rollout.n`, then as `n`.
 """
 
 RENAMES: dict[str, str] = {
@@ -28,11 +28,53 @@ RENAMES: dict[str, str] = {
     "lr_warmup_steps": "learner.warmup_versions",
     "lr_warmup_steps_ratio": "learner.warmup_versions, in versions",
     "grad_clip": "learner.max_grad_norm",
-    "clip_ratio": "algorithm.clip_low and algorithm.clip_high",
-    "clip_ratio_low": "algorithm.clip_low",
-    "clip_ratio_high": "algorithm.clip_high",
-    "adv_estimator": "algorithm",
-    "norm_adv_by_std_in_grpo": "algorithm.scale, std or none",
+    "clip_ratio": "algorithm.loss.policy.clip_low and algorithm.loss.policy.clip_high",
+    "clip_ratio_low": "algorithm.loss.policy.clip_low",
+    "clip_ratio_high": "algorithm.loss.policy.clip_high",
+    "clip_ratio_c": "algorithm.loss.policy.dual_clip",
+    "loss_mode": "algorithm.loss.policy, by name",
+    "loss_agg_mode": "algorithm.loss.aggregation.mode",
+    "loss_scale_factor": "algorithm.loss.aggregation.length",
+    "entropy_coeff": "algorithm.loss.entropy.coef",
+    "use_kl_loss": "algorithm.loss.kl, a table where there is one",
+    "kl_loss_coef": "algorithm.loss.kl.coef",
+    "kl_loss_type": "algorithm.loss.kl.estimator, k1 (kl), abs, k2 (mse) or k3 (low_var_kl)",
+    "use_kl_in_reward": "algorithm.kl_reward, a table where there is one",
+    "kl_penalty": "algorithm.kl_reward.estimator, k1 (kl), abs, k2 (mse) or k3 (low_var_kl)",
+    "kl_ctrl": "algorithm.kl_reward",
+    "kl_ctrl.type": "algorithm.kl_reward.type",
+    "kl_ctrl.kl_coef": "algorithm.kl_reward.coef",
+    "kl_ctrl.target_kl": "algorithm.kl_reward.target",
+    "kl_ctrl.horizon": "algorithm.kl_reward.horizon",
+    "adv_estimator": "algorithm, a recipe (ppo for gae), or algorithm.advantages",
+    "gamma": "algorithm.advantages.gamma",
+    "lam": "algorithm.advantages.lam",
+    "norm_adv_by_std_in_grpo": "algorithm.advantages.scale, std or none",
+    "filter_groups": "algorithm.filter",
+    "filter_groups.enable": "algorithm.filter.keep, spread",
+    "filter_groups.metric": "algorithm.filter.metric",
+    "max_num_gen_batches": "algorithm.max_filtered_batches",
+    "overlong_buffer": "algorithm.shaping.overlong",
+    "overlong_buffer.enable": "algorithm.shaping.overlong, a table where there is one",
+    "overlong_buffer.len": "algorithm.shaping.overlong.buffer_tokens",
+    "overlong_buffer.penalty_factor": "algorithm.shaping.overlong.factor",
+    "rollout_correction": "algorithm.correction",
+    "rollout_is": "algorithm.correction.weight.level",
+    "rollout_is_threshold": "algorithm.correction.weight.upper",
+    "rollout_rs": "algorithm.correction.rejections",
+    "bypass_mode": "algorithm.correction.proximal, bypass",
+    "tis_imp_ratio_cap": "algorithm.correction.weight.upper",
+    "critic.model.path": "algorithm.critic.model",
+    "critic.optim.lr": "algorithm.critic.lr",
+    "critic.ppo_epochs": "algorithm.critic.epochs",
+    "critic.cliprange_value": "algorithm.critic.loss.clip",
+    "critic.loss_agg_mode": "algorithm.critic.loss.aggregation.mode",
+    "critic_warmup": "algorithm.critic.warmup_versions",
+    "enable_gradient_checkpointing": "learner.activation_checkpointing",
+    "use_torch_compile": "learner.compile",
+    "param_offload": "learner.offload",
+    "optimizer_offload": "learner.offload",
+    "offload_policy": "learner.offload",
     "custom_reward_function.path": "reward",
     "total_training_steps": "learner.max_versions",
     "test_freq": "eval.every",
@@ -56,9 +98,24 @@ RENAMES: dict[str, str] = {
     "optim": "learner.optimizer, adamw or sgd",
     "adam_beta1": "learner.betas, a list of both",
     "adam_beta2": "learner.betas, a list of both",
-    "epsilon": "algorithm.clip_low and algorithm.clip_high",
-    "epsilon_high": "algorithm.clip_high",
-    "scale_rewards": "algorithm.scale, std or none",
+    "epsilon": "algorithm.loss.policy.clip_low and algorithm.loss.policy.clip_high",
+    "epsilon_high": "algorithm.loss.policy.clip_high",
+    "delta": "algorithm.loss.policy.max_ratio",
+    "beta": "algorithm.loss.kl.coef, in a table where there is a KL (AdamW's decay rates are learner.betas)",
+    "use_bias_correction_kl": "algorithm.loss.kl.weight, ratio",
+    "loss_type": "algorithm.loss.aggregation.mode, token-mean (dapo), seq-mean-token-mean (grpo), "
+    "seq-mean-token-sum-norm (dr_grpo)",
+    "importance_sampling_level": "algorithm.loss.policy, ppo (token) or gspo (sequence)",
+    "top_entropy_quantile": "algorithm.loss.top_entropy_share",
+    "scale_rewards": "algorithm.advantages.scale, std or none",
+    "mask_truncated_completions": "algorithm.shaping.truncated, mask or train",
+    "sync_ref_model": "algorithm.reference.refresh_every, above 0",
+    "ref_model_sync_steps": "algorithm.reference.refresh_every, in versions",
+    "cliprange": "algorithm.loss.policy.clip_low and algorithm.loss.policy.clip_high",
+    "cliprange_value": "algorithm.critic.loss.clip",
+    "vf_coef": "algorithm.critic.coef, of a shared critic",
+    "gradient_checkpointing": "learner.activation_checkpointing",
+    "torch_compile": "learner.compile",
     "reward_funcs": "reward",
     "reward_weights": "reward, a weight in each table",
     "eval_steps": "eval.every",
@@ -67,9 +124,10 @@ RENAMES: dict[str, str] = {
     "output_dir": "run.dir",
     "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "rollout.tensor_parallel_size",
-    "vllm_importance_sampling_correction": "algorithm.correction, tis or none",
-    "vllm_importance_sampling_clip_max": "algorithm.correction.cap",
-    "vllm_importance_sampling_cap": "algorithm.correction.cap",
+    "vllm_importance_sampling_correction": "algorithm.correction.weight, null for none",
+    "vllm_importance_sampling_mode": "algorithm.correction.weight.level and algorithm.correction.weight.outside",
+    "vllm_importance_sampling_clip_max": "algorithm.correction.weight.upper",
+    "vllm_importance_sampling_cap": "algorithm.correction.weight.upper",
     # OpenRLHF
     "pretrain": "model",
     "prompt_data": "data.train",
@@ -81,37 +139,43 @@ RENAMES: dict[str, str] = {
     "actor_learning_rate": "learner.lr",
     "max_norm": "learner.max_grad_norm",
     "max_epochs": "learner.epochs",
-    "eps_clip": "algorithm.clip_low and algorithm.clip_high",
+    "eps_clip": "algorithm.loss.policy.clip_low and algorithm.loss.policy.clip_high",
+    "eps_clip_low_high": "algorithm.loss.policy.clip_low and algorithm.loss.policy.clip_high",
+    "dual_clip": "algorithm.loss.policy.dual_clip",
+    "policy_loss_type": "algorithm.loss.policy, by name",
+    "advantage_estimator": "algorithm, a recipe (ppo for gae), or algorithm.advantages",
+    "lambd": "algorithm.advantages.lam",
+    "kl_coef": "algorithm.kl_reward.coef",
+    "init_kl_coef": "algorithm.kl_reward.coef",
+    "kl_target": "algorithm.kl_reward.target",
+    "kl_horizon": "algorithm.kl_reward.horizon",
+    "kl_estimator": "algorithm.loss.kl.estimator",
+    "entropy_loss_coef": "algorithm.loss.entropy.coef",
+    "entropy_coef": "algorithm.loss.entropy.coef",
+    "dynamic_filtering": "algorithm.filter.keep, spread",
+    "dynamic_filtering_reward_range": "algorithm.filter.between, with keep mean_between",
+    "enable_vllm_is_correction": "algorithm.correction.weight, null for none",
+    "vllm_is_truncated_threshold": "algorithm.correction.weight.upper",
+    "critic_pretrain": "algorithm.critic.model",
+    "critic_learning_rate": "algorithm.critic.lr",
+    "value_clip": "algorithm.critic.loss.clip",
+    "freezing_actor_steps": "algorithm.critic.warmup_versions",
+    "adam_offload": "learner.offload",
     # AReaL, prime-rl
     "max_head_offpolicyness": "max_staleness",
     "max_off_policy_steps": "max_staleness",
+    "use_decoupled_loss": "algorithm.correction.proximal, recompute",
+    "behav_imp_weight_cap": "algorithm.correction.rejections",
 }
 """Key -> the key here. What stands behind a comma tells how the value differs."""
 
 _GROUPS = {
     # the objective
-    "there is no KL term and no reference model yet, as with a coefficient of 0": (
-        "use_kl_loss kl_loss_coef kl_loss_type use_kl_in_reward kl_penalty kl_ctrl kl_coef init_kl_coef "
-        "kl_estimator ref sync_ref_model"
+    "the coefficient of the entropy stays what it is": "use_adaptive_entropy",
+    "algorithm.reference.refresh_every copies the policy's weights whole, as with an alpha of 1": (
+        "ref_model_mixup_alpha"
     ),
-    "there is no KL term yet, as with TRL's default of 0 (AdamW's decay rates are learner.betas)": "beta",
-    "there is no entropy term yet, as with a coefficient of 0": (
-        "entropy_coeff entropy_coef entropy_loss_coef use_adaptive_entropy"
-    ),
-    "the loss is the mean over a mini-batch's trained tokens, which is verl's token-mean and TRL's dapo": (
-        "loss_agg_mode loss_type"
-    ),
-    "each token has its own ratio, clipped by algorithm.clip_low and algorithm.clip_high": (
-        "loss_mode policy_loss_type importance_sampling_level"
-    ),
-    "the ratio has no second bound, such as verl's where the advantage is negative": "clip_ratio_c dual_clip delta",
-    "there is no critic: advantages compare the completions of one prompt": (
-        "critic gamma lam lambd value_clip critic_warmup critic_pretrain critic_learning_rate"
-    ),
-    "groups whose rewards are all equal stay in their batch, with advantages of 0": (
-        "filter_groups dynamic_filtering"
-    ),
-    "a completion that rollout.max_completion_tokens cuts off trains like any other": "mask_truncated_completions",
+    "a KL term alone decides whether there is a reference model, and algorithm.reference has its options": "ref",
     # the course of a run
     "the data is gone through until learner.max_versions are trained, and asyncrl check says how often that is": (
         "total_epochs num_train_epochs num_episodes"
@@ -149,12 +213,7 @@ _GROUPS = {
     "the next rollout.tensor_parallel_size": "n_gpus_per_node actor_num_gpus_per_node",
     "a run is on one node, the one that it is started on": "nnodes actor_num_nodes",
     "learner.dtype is bfloat16 on a GPU and float32 on a CPU unless it is set, and float16 is not built": "bf16 fp16",
-    "activations are kept, not recomputed, and learner.max_tokens_per_microbatch bounds their memory": (
-        "gradient_checkpointing enable_gradient_checkpointing"
-    ),
-    "FSDP2 shards the learner over learner.num_ranks and offloads nothing": (
-        "fsdp fsdp_config fsdp_size deepspeed zero_stage param_offload optimizer_offload offload_policy adam_offload"
-    ),
+    "FSDP2 shards the learner over learner.num_ranks": "fsdp fsdp_config fsdp_size deepspeed zero_stage",
     "a sequence is whole on one rank": "ulysses_sequence_parallel_size ring_attn_size",
     "sequences are always packed without padding, up to learner.max_tokens_per_microbatch": (
         "use_remove_padding packing_samples use_dynamic_bsz use_dynamic_batch"

@@ -73,7 +73,7 @@ class ShapingConfig(Table):
 
 
 class FilterConfig(Table):
-    """Which groups are worth training (dynamic sampling, DAPO)."""
+    """Which groups are worth training (dynamic sampling, DAPO). The next prompts take the place of the others."""
 
     keep: Literal["all", "spread", "mean_between"] = "all"
     """`spread`: the metric differs within the group. `mean_between`: its mean is inside `between`."""
@@ -88,6 +88,9 @@ class FilterConfig(Table):
     """`mean_between`: open interval."""
     group_of_one: Literal["keep", "drop"] = "drop"
     """`spread`: a trajectory that nothing can be compared with."""
-    rejected: Literal["drop", "train"] = "drop"
-    """`drop`: consumed, and the next prompts take its place. `train`: only counted; its advantages are 0 or nearly so,
-    and its tokens are in the denominator of the loss."""
+
+    @model_validator(mode="after")
+    def _between_is_open(self) -> Self:
+        if self.between[0] >= self.between[1]:
+            raise ValueError(f"between {self.between} must be (lowest, highest), and not empty")
+        return self

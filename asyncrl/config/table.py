@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from asyncrl.user_code import split_spec
+
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -18,6 +20,13 @@ def not_built(value: Any, built: tuple[Any, ...]) -> Any:
     if value not in built:
         choices = ", ".join(repr(choice) for choice in built)
         raise ValueError(f"{value!r} is not built yet; use {choices}")
+    return value
+
+
+def names_a_function(value: str) -> str:
+    """Refuses what cannot be a function of the user's own."""
+    if not all(split_spec(value)):
+        raise ValueError(f"{value!r} names no function; write module:NAME, or path/to/file.py:NAME")
     return value
 
 

@@ -79,10 +79,15 @@ class Config(Table):
     @model_validator(mode="after")
     def _combinations(self) -> Config:
         self._check_group_size()
+        self._check_overlong()
         if self.rollouts_per_group > self.rollout.max_num_seqs:
             raise ValueError(
                 f"rollout.group_size {self.rollout.group_size} exceeds rollout.max_num_seqs "
                 f"{self.rollout.max_num_seqs}; a group must fit the engine at once"
+            )
+        if self.learner.num_ranks % self.learner.replicas:
+            raise ValueError(
+                f"learner.replicas {self.learner.replicas} does not divide learner.num_ranks {self.learner.num_ranks}"
             )
         if self.learner.minibatches > self.learner.prompts_per_batch:
             raise ValueError(
@@ -125,6 +130,21 @@ class Config(Table):
         if self.rollout.group_size < 2 and self.algorithm.compares_within_groups:
             raise ValueError(
                 f"rollout.group_size 1 gives {self.algorithm.type} no group to compare with; use at least 2"
+            )
+        filters = self.algorithm.filter
+        if self.rollout.group_size < 2 and filters.keep == "spread" and filters.group_of_one == "drop":
+            raise ValueError(
+                "algorithm.filter.keep spread leaves out every group of rollout.group_size 1; use at least 2, or set "
+                "algorithm.filter.group_of_one: keep"
+            )
+
+    def _check_overlong(self) -> None:
+        longest, overlong = self.rollout.max_completion_tokens, self.algorithm.shaping.overlong
+        buffer = 0 if overlong is None else overlong.buffer_tokens or 0
+        if overlong is not None and overlong.max_tokens is None and buffer > longest:
+            raise ValueError(
+                f"algorithm.shaping.overlong.buffer_tokens {buffer} exceeds rollout.max_completion_tokens {longest}; "
+                "lower it, or set algorithm.shaping.overlong.max_tokens"
             )
 
     def _check_evaluation(self) -> None:

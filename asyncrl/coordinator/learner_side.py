@@ -132,8 +132,12 @@ class LearnerSide:
         of_batch, groups = self._formed.pop(report.index)
         version = report.index + 1
         step_s = self._status.seconds_since_version()
-        num_tokens = sum(group.num_tokens for group in groups)
-        num_processes = self._config.learner.num_ranks + of_servers["rollout/servers"]
+        # verl's way: every trajectory with its prompt, over all devices, the learner's and the servers'.
+        num_tokens = sum(len(g.prompt_ids) + len(t) for g in groups for t in g.trajectories)
+        rollout = self._config.rollout
+        num_devices = (
+            self._config.learner.num_ranks + rollout.tensor_parallel_size * of_servers["rollout/servers"]
+        )
         metrics = {
             "training/global_step": float(version),
             "training/policy_version": float(version),
@@ -142,7 +146,7 @@ class LearnerSide:
             **report.metrics,
             "timing_s/step": step_s,
             "timing_s/gen": _mean_generation_s(groups),
-            "perf/throughput": num_tokens / step_s / num_processes,
+            "perf/throughput": num_tokens / step_s / num_devices,
             "perf/total_num_tokens": float(num_tokens),
             # The wait may have begun before the clock of the first version: while the engine started.
             "idle/learner": min(1.0, report.metrics["timing_s/wait"] / step_s),

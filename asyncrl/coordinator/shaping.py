@@ -91,7 +91,7 @@ def rescaled(reward: float, config: Rescaling) -> float:
 
 def is_dropped(group: TrajectoryGroup, config: FilterConfig) -> bool:
     """Whether the group is consumed without being trained; ask before `shape_group`."""
-    return config.rejected == "drop" and not is_informative(metric_of(group, config.metric), config)
+    return not is_informative(metric_of(group, config.metric), config)
 
 
 def metric_of(group: TrajectoryGroup, label: str | None) -> list[float]:

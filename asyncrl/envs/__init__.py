@@ -7,7 +7,6 @@ group_scoring.py     when a group's answers are scored      -> weighted_rewards.
 rewards.py           what a reward is, by name      (reward_styles.py, gsm8k.py, math_answer.py, reward_model.py)
 reward_pool.py       where rewards run: subprocesses that can be killed   (reward_process.py, reward_worker.py)
 reward_checks.py     rewards against rows, before anything starts   (reward_import.py: the user's code, elsewhere)
-user_code.py         functions that a config names as `module:attr` or `file.py:attr`
 eval_metrics.py, eval_report.py     the numbers of an evaluation
 inspect_data.py      what `asyncrl data` shows
 

@@ -26,9 +26,9 @@ from asyncrl.envs.mixture import integer_weights, shares, takes_turns
 from asyncrl.envs.prompts import PromptEncoder
 from asyncrl.envs.rows import check_prompt, shape_row
 from asyncrl.envs.sources import Listed, RowTable, open_source
-from asyncrl.envs.user_code import import_function
 from asyncrl.errors import ConfigError, DataError, one_line
 from asyncrl.types import Int32
+from asyncrl.user_code import import_function
 
 BATCH_ROWS = 1000
 """Prompts that are tokenised at once."""

@@ -37,9 +37,9 @@ from asyncrl.envs.reward_messages import (
 )
 from asyncrl.envs.reward_styles import Reward
 from asyncrl.envs.rewards import resolve_reward
-from asyncrl.envs.user_code import read_source
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.types import MAX_ABS_REWARD
+from asyncrl.user_code import read_source
 
 PR_SET_PDEATHSIG = 1
 MAX_EXTRAS = 100

@@ -15,8 +15,8 @@ from asyncrl.envs.math_answer import INSTALL, load_math_verify, math_verify
 from asyncrl.envs.reward_messages import RewardRequest, RewardSpec, RewardTraits
 from asyncrl.envs.reward_model import MODEL_PREFIX, model_reward
 from asyncrl.envs.reward_styles import FORMS, Reward, user_reward
-from asyncrl.envs.user_code import did_you_mean, import_function, names_user_code, split_spec
 from asyncrl.errors import ConfigError
+from asyncrl.user_code import did_you_mean, import_function, names_user_code, split_spec
 
 VERL_FUNCTION = "compute_score"
 """What a file that is named without a function is asked for."""

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.config import SourceConfig
 from asyncrl.envs.tasks import TASKS
-from asyncrl.envs.user_code import did_you_mean, import_function, names_user_code
 from asyncrl.errors import ConfigError, DataError, one_line
 from asyncrl.hub import is_hub_name
+from asyncrl.user_code import did_you_mean, import_function, names_user_code
 
 if TYPE_CHECKING:
     import datasets

@@ -35,15 +35,19 @@ def read_hidden_size(model_path: Path) -> int:
     return hidden_size
 
 
-def check_length(model_path: Path, num_tokens: int) -> None:
-    """Raises ConfigError when prompt and completion together may exceed the model's positions."""
+def check_length(model_path: Path, num_tokens: int, key: str = "") -> None:
+    """Raises ConfigError when prompt and completion together may exceed the model's positions.
+
+    `key`: that names the model, where it is not the policy.
+    """
     model = read_model_config(model_path)
+    key = f"{key}: " if key else ""
     longest = model.get("max_position_embeddings") or model.get("text_config", {}).get(
         "max_position_embeddings"
     )
     if isinstance(longest, int) and num_tokens > longest:
         raise ConfigError(
-            f"data.max_prompt_tokens + max_completion_tokens (of rollout or eval) = {num_tokens}, and "
+            f"{key}data.max_prompt_tokens + max_completion_tokens (of rollout or eval) = {num_tokens}, and "
             f"{model_path} has {longest} positions (max_position_embeddings); lower one of them"
         )
 

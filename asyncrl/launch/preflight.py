@@ -17,9 +17,10 @@ from asyncrl.dtypes import compute_dtype, publish_dtype
 from asyncrl.envs.dataset import Dataset, SourceRows, load_rows, load_tokenizer, tokenize
 from asyncrl.envs.reward_checks import check_rows, resolve_rewards
 from asyncrl.errors import ConfigError
+from asyncrl.launch.algorithm_checks import check_algorithm, check_named_model, named_models
 from asyncrl.launch.model_facts import check_length, read_tensor_shapes
 from asyncrl.launch.resources import ROLES, Placements, available_cores, place_processes, visible_gpus
-from asyncrl.models.source import model_folder
+from asyncrl.models.source import model_folder, model_is_ready, resolve_model
 from asyncrl.rollout_server.vllm_process import engine_args
 from asyncrl.stream.sizes import (
     max_eval_bytes,
@@ -61,9 +62,14 @@ def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
     device = "cuda" if gpus else "cpu"
     placements = place_processes(config, cores=available_cores(), gpus=gpus, start=start)
     check_engine(config, device)
+    if config.learner.offload and device == "cpu":
+        raise ConfigError(
+            "learner.offload: true keeps a GPU's memory free, and no GPU is used here; leave it out"
+        )
     check_can_bind(config.stream.bind, config.stream.port)
     _check_messages(config)
     _check_folders(config)
+    check_algorithm(config)
     check_trackers(config.run.trackers)
     _check_evaluation(config)
     rewards = resolve_rewards(config)
@@ -90,6 +96,9 @@ def check_model(examined: Examined, model_path: Path) -> tuple[Dataset, Dataset]
     """
     config = examined.config
     check_length(model_path, max_sequence_tokens(config))
+    for key, name in named_models(config).items():
+        if model_is_ready(name):
+            check_named_model(config, key, resolve_model(name), model_path, max_sequence_tokens(config))
     needed = snapshot_bytes(config, model_path, examined.device)
     free = bytes_free(config.weight_sync.dir)
     if needed > free:

@@ -13,6 +13,7 @@ from asyncrl.config import Config
 from asyncrl.envs.dataset import Dataset
 from asyncrl.envs.reward_checks import models_to_fetch
 from asyncrl.errors import ConfigError
+from asyncrl.launch.algorithm_checks import named_models
 from asyncrl.launch.model_facts import read_vocab_size
 from asyncrl.launch.preflight import check_config, check_model, check_rewards
 from asyncrl.launch.resources import ROLES, Placements
@@ -43,6 +44,8 @@ async def prepare(config: Config, start: Collection[str] = ROLES) -> Prepared:
     if "rollout-server" in start and await fetch_reward_models(config):
         check_rewards(config, [*examined.rows, *examined.eval_rows])
     model_path = await fetch_model(config.model)
+    for key, name in named_models(config).items():
+        await fetch_model(name, key)
     dataset, eval_dataset = check_model(examined, model_path)
     return Prepared(config, model_path, dataset, eval_dataset, examined.placements, examined.device)
 

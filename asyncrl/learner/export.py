@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from asyncrl.errors import LearnerError
+from asyncrl.learner.finite import group_device
+from asyncrl.learner.model import TensorShard
 from asyncrl.models.companions import copy_companions
 
 
 def export_model(
-    transformer: PreTrainedModel, model_path: Path, folder: Path, *, dtype: torch.dtype, is_writer: bool
+    shards: Iterable[TensorShard],
+    model_path: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    is_writer: bool,
 ) -> None:
-    """Gathers the sharded model, tensor by tensor, and writes it to `folder` on the rank that is the writer.
+    """Gathers every rank's shards, tensor by tensor, and writes them to `folder` on the rank that is the writer.
 
     `dtype`: the publish dtype, so that the folder holds bit for bit what the engines served and what was
     evaluated. Collective: every rank holds one full tensor at a time, the writer all of them in host memory.
@@ -27,13 +36,11 @@ def export_model(
     """
     config = AutoConfig.from_pretrained(model_path)
     state: dict[str, Tensor] = {}
-    for name, parameter in transformer.named_parameters():
-        sharded: Tensor = parameter
-        assert isinstance(sharded, DTensor)
-        tensor = sharded.full_tensor().detach()
+    for shard in shards:
+        tensor = _gather(shard, group)
         if is_writer:
-            # A copy: a gathered tensor may be a view of a padded buffer, or the parameter itself.
-            state[name] = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+            # A copy: a gathered tensor is a view of a padded buffer.
+            state[shard.name] = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
     if not is_writer:
         return
     if folder.exists():
@@ -46,3 +53,15 @@ def export_model(
     config.save_pretrained(partial)
     copy_companions(model_path, partial)
     os.replace(partial, folder)
+
+
+def _gather(shard: TensorShard, group: dist.ProcessGroup) -> Tensor:
+    """The full tensor on every rank. Collective."""
+    size = dist.get_world_size(group)
+    chunk = -(-shard.shape[0] // size)  # FSDP2's rows a rank; the last ones have fewer
+    device = group_device(group)
+    padded = torch.zeros(chunk, *shard.shape[1:], dtype=shard.rows.dtype, device=device)
+    padded[: len(shard.rows)] = shard.rows
+    pieces = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(pieces, padded, group=group)
+    return torch.cat(pieces)[: shard.shape[0]]

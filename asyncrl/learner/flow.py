@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
-from asyncrl.errors import ConfigError, one_line
 from asyncrl.learner.select import select
 from asyncrl.learner.stages import (
     Stage,
@@ -17,6 +15,7 @@ from asyncrl.learner.stages import (
     values,
     whiten,
 )
+from asyncrl.user_code import import_function, names_user_code
 
 STAGES: dict[str, Stage] = {
     "score": score,
@@ -33,21 +32,8 @@ STAGES: dict[str, Stage] = {
 
 def find_stages(names: Sequence[str]) -> list[Stage]:
     """In their order; `module:attr` is one of the user's own. Raises ConfigError for one that cannot be imported."""
-    found: list[Stage] = []
-    for name in names:
-        if name in STAGES:
-            found.append(STAGES[name])
-        elif ":" in name:
-            found.append(_import(name))
-    return found
-
-
-def _import(name: str) -> Stage:
-    module, _, attr = name.partition(":")
-    try:
-        stage: Stage = getattr(importlib.import_module(module), attr)
-    except Exception as error:
-        raise ConfigError(f"algorithm.stages: {name!r} cannot be imported: {one_line(error)}") from error
-    if not callable(stage):
-        raise ConfigError(f"algorithm.stages: {name!r} is a {type(stage).__name__}; name a function")
-    return stage
+    return [
+        STAGES[name] if name in STAGES else import_function(name, "algorithm.stages")
+        for name in names
+        if name in STAGES or names_user_code(name)
+    ]

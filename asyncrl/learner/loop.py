@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from asyncrl.config import Config
 from asyncrl.errors import PeerLost
+from asyncrl.learner.mfu import peak_flops_per_s
 from asyncrl.learner.publish import SnapshotPublisher
 from asyncrl.learner.update import PolicyLearner
 from asyncrl.stream.codec import Received
@@ -65,6 +66,10 @@ class LearnerLoop:
         self._connection = connection
         self._publisher = publisher
         self._speaks = dist.get_rank() == 0
+        self._model_flops = learner.model_flops
+        self._peak_flops_per_s = (
+            peak_flops_per_s(torch.cuda.get_device_name()) if torch.cuda.is_initialized() else None
+        )
         self._waiting: deque[Received] = deque()
         """Messages that came while another kind was awaited: the next batch arrives before it is needed."""
 
@@ -106,12 +111,22 @@ class LearnerLoop:
         if self._speaks:
             version = {"version": index}
             timing = {
+                **self._utilisation(shard, metrics),
                 "timing_s/wait": received_s - start_s,
                 "timing_s/update_weights": published_s - updated_s,
                 "perf/max_memory_allocated_gb": max_memory_gb(),
             }
             spans = [Span("wait", start_s, received_s, version), Span("step", received_s, updated_s, version)]
             self._connection.send(StepReport(index, metrics | timing, spans))
+
+    def _utilisation(self, shard: Shard, metrics: dict[str, float]) -> dict[str, float]:
+        """perf/mfu/actor of this rank, on a device whose peak is known."""
+        update_s = metrics.get("timing_s/update_actor", 0.0)
+        if self._peak_flops_per_s is None or not update_s:
+            return {}
+        lengths = [len(g.prompt_ids) + len(t) for g in shard.groups for t in g.trajectories]
+        flops = self._model_flops.count(lengths) * shard.plan.num_epochs
+        return {"perf/mfu/actor": flops / update_s / self._peak_flops_per_s}
 
     def _next_shard(self, index: int) -> Shard:
         received, batch = self._wait_for(Batch)

@@ -39,12 +39,14 @@ def policy_loss(
     totals: Totals,
     *,
     max_staleness: int,
+    positive_tokens: float = 0.0,
 ) -> StepLoss:
     """Of the trained tokens of a microbatch. `counts`: of its mini-batch over all ranks; where the denominator is known
-    only when all of it was seen (`scales_afterwards`) nothing is divided yet."""
+    only when all of it was seen (`scales_afterwards`) nothing is divided yet. `positive_tokens`: of its mini-batch,
+    those of trajectories with a reward above 0."""
     tokens, correction = loss_tokens(config, experience, microbatch, output)
     loss_config = undivided(config.loss) if scales_afterwards(config) else config.loss
-    found = objective(loss_config, tokens, LossCounts(counts))
+    found = objective(loss_config, tokens, LossCounts(counts, positive_tokens=positive_tokens))
     _report(experience, microbatch, tokens, correction, found, totals, max_staleness)
     log_ratio = (tokens.proximal_logprobs - tokens.learner_logprobs.detach()).double()
     kl_sums = torch.stack([log_ratio.sum(), log_ratio.new_tensor(float(len(log_ratio)))])
@@ -98,6 +100,7 @@ def loss_tokens(
         entropy=output.entropy,
         token_weights=correction.weights,
         selected=None if experience.selected is None else experience.selected[part],
+        positive=segments.spread(experience.batch.rewards[experience.rows[first]] > 0),
     )
     if config.correction.denominator == "kept" and config.correction.rejections:
         tokens = tokens.only(correction.counted)

@@ -8,14 +8,22 @@ ceil(rows / ranks), the last ones shorter or empty.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config import LearnerConfig
@@ -23,6 +31,8 @@ from asyncrl.dtypes import compute_dtype
 from asyncrl.errors import LearnerError
 from asyncrl.learner.attention import ATTENTION_NAME, lay_out_groups
 from asyncrl.learner.logprobs import linear_logprobs, sum_squared_probabilities
+from asyncrl.learner.lora import BASE, adapted_layers, add_adapters, merged_rows
+from asyncrl.learner.mesh import shard_mesh
 from asyncrl.learner.packing import PackedMicrobatch
 from asyncrl.models.weights import load_causal_lm
 
@@ -36,7 +46,7 @@ class TensorShard(NamedTuple):
     name: str
     """As Hugging Face names it."""
     rows: Tensor
-    """This rank's rows, float32, on the learner's device: the parameter's own storage, not a copy."""
+    """This rank's rows, float32: the parameter's own storage, but for a layer with an adapter."""
     shape: tuple[int, ...]
     """Of the full tensor."""
     row_offset: int
@@ -99,13 +109,30 @@ class PolicyModel(nn.Module):
         return PolicyOutput(logprobs, entropy, values, squares)
 
     def named_shards(self) -> Iterator[TensorShard]:
-        """This rank's rows of every tensor, in the order of Hugging Face's state dict, a tied one once."""
+        """This rank's rows of every tensor, in the order of Hugging Face's state dict, a tied one once.
+
+        With adapters they are the merged model's, computed as they are asked for. Collective then.
+        """
+        as_shards(self)
+        adapted = dict(adapted_layers(self.transformer))
         for name, parameter in self.transformer.named_parameters():
             sharded: Tensor = parameter
             assert isinstance(sharded, DTensor)
-            mesh, num_rows = sharded.device_mesh, sharded.shape[0]
+            module = name.rpartition(".")[0].removesuffix(BASE)
+            if module not in adapted and ".lora_" in name:
+                continue
+            mesh, num_rows = shard_mesh(sharded.device_mesh), sharded.shape[0]
             row_offset = min(-(-num_rows // mesh.size()) * mesh.get_local_rank(), num_rows)
-            yield TensorShard(name, sharded.to_local().detach(), tuple(sharded.shape), row_offset)
+            rows = sharded.to_local().detach()
+            if module in adapted and name.endswith(".weight"):
+                rows = merged_rows(adapted[module], rows)
+            yield TensorShard(name.replace(BASE, ""), rows, tuple(sharded.shape), row_offset)
+
+
+def as_shards(model: nn.Module) -> None:
+    """Frees what FSDP2 leaves whole after a forward pass without a backward one: the parameters of the root."""
+    assert isinstance(model, FSDPModule)
+    model.reshard()
 
 
 def predicting_states(decoder: nn.Module, batch: PackedMicrobatch) -> Tensor:
@@ -154,14 +181,18 @@ def load_policy(
     mesh: DeviceMesh,
     entropy_gradient: bool = False,
     has_value_head: bool = False,
+    is_trained: bool = True,
+    seed: int = 0,
 ) -> PolicyModel:
-    """Loads a Hugging Face folder in float32 and shards it over `mesh`.
+    """Loads a Hugging Face folder in float32 and shards it over `mesh`; `seed` draws adapters, if it has any.
 
     Dropout is off: the log-probs must be those of the policy that the rollout servers sample from. Raises
     LearnerError for a model that packed groups cannot represent, ConfigError for one whose weights are not all there.
     """
     transformer = load_packed(model_path)
     _check_head(transformer)
+    if config.lora is not None and is_trained:
+        add_adapters(transformer, config.lora, seed)
     policy = PolicyModel(
         transformer,
         temperature=temperature,
@@ -188,9 +219,17 @@ def shard_model(model: nn.Module, decoder: nn.Module, config: LearnerConfig, mes
     precision = MixedPrecisionPolicy()
     if dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if config.offload and mesh.device_type == "cuda" else OffloadPolicy()
     for block in decoder_blocks(decoder):
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+        if config.compile:
+            feed_forward = block.mlp
+            assert isinstance(feed_forward, nn.Module)
+            feed_forward.compile(dynamic=True)
+        if config.activation_checkpointing:
+            # The method and not a wrapper around the block: names of parameters stay Hugging Face's.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
 
 def _check_supported(config: PreTrainedConfig) -> None:

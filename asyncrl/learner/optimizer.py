@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from asyncrl.config import LearnerConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.finite import first_non_finite, shard_norms
+from asyncrl.learner.finite import first_non_finite, group_device, shard_norms
 
 
 class ShardedOptimizer:
@@ -62,7 +62,7 @@ class ShardedOptimizer:
         """Scales the gradients, then to a global norm of at most max_grad_norm; returns the norm in between."""
         gradients = {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
         norms = shard_norms(list(gradients.values()))
-        sum_of_squares = norms.square().sum()
+        sum_of_squares = norms.square().sum().to(group_device(self._group))
         dist.all_reduce(sum_of_squares, group=self._group)
         norm = float(sum_of_squares.sqrt()) * scale
         if not norm < float("inf"):

@@ -32,7 +32,7 @@ class SnapshotPublisher:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._dtype = publish_dtype(config, device.type)
         self._writer = SnapshotWriter(config.weight_sync.dir, run)
-        self._shards = list(learner.named_shards())
+        self._tensors = [(shard.name, tuple(shard.shape)) for shard in learner.named_shards()]
         self._finished_version: int | None = None
 
     def write(self, version: int) -> tuple[str, Manifest, list[Span]]:
@@ -44,7 +44,7 @@ class SnapshotPublisher:
         start_s = time.monotonic()
         itemsize = getattr(torch, self._dtype).itemsize
         layout = lay_out(
-            ((s.name, tuple(s.shape), self._dtype, itemsize) for s in self._shards),
+            ((name, shape, self._dtype, itemsize) for name, shape in self._tensors),
             self._incarnation,
             version,
         )
@@ -55,7 +55,7 @@ class SnapshotPublisher:
         if self._rank != 0:
             self._writer.open(layout)
         for entry, shard in zip(layout.tensors, self._learner.named_shards(), strict=True):
-            if shard.rows.numel():
+            if shard.rows.numel() and self._learner.publishes:
                 self._writer.write_rows(entry, shard.row_offset, shard.rows)
         dist.barrier()
         written_s = time.monotonic()

@@ -16,34 +16,44 @@ from torch.distributed.fsdp import FSDPModule
 from asyncrl.config import Config
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.experience import Microbatch
+from asyncrl.learner.mesh import shard_group
 from asyncrl.learner.model import load_policy
-from asyncrl.learner.reference import Reference
+from asyncrl.learner.reference import BaseReference, Reference
+from asyncrl.models.source import resolve_model
 
 
 class RankModels:
     """Implements stages.Models."""
 
     def __init__(self, model_path: Path, config: Config, *, mesh: DeviceMesh) -> None:
-        """`model_path`: of the policy. Folders of a reference or critic of another name must be here already."""
+        """`model_path`: of the policy; the launcher has brought the models that the config names besides."""
         algorithm = config.algorithm
         critic = algorithm.critic
-        self.group = mesh.get_group()
+        assert dist.group.WORLD is not None
+        self.group = dist.group.WORLD
+        self.shard_group = shard_group(mesh)
         self.policy = load_policy(
             model_path,
             config.learner,
             temperature=config.rollout.temperature,
             mesh=mesh,
-            entropy_gradient=algorithm.loss.entropy.coef != 0,
+            entropy_gradient=algorithm.loss.entropy.needs_gradient,
             has_value_head=critic is not None and critic.shared,
+            seed=config.seed,
         )
-        self.reference: Reference | None = None
-        if algorithm.needs_reference:
-            folder = algorithm.reference.model or model_path
-            self.reference = Reference(Path(folder), config, mesh=mesh)
+        self.reference: Reference | BaseReference | None = None
+        if (
+            algorithm.needs_reference
+            and config.learner.lora is not None
+            and algorithm.reference.model is None
+        ):
+            self.reference = BaseReference(self.policy)
+        elif algorithm.needs_reference:
+            self.reference = Reference(_folder(algorithm.reference.model, model_path), config, mesh=mesh)
         self.critic: Critic | None = None
         if critic is not None and not critic.shared:
             self.critic = Critic(
-                Path(critic.model or model_path), config, critic, mesh=mesh, group=self.group
+                _folder(critic.model, model_path), config, critic, mesh=mesh, group=self.shard_group
             )
 
     def reshard(self) -> None:
@@ -88,3 +98,8 @@ class RankModels:
         squares = self.policy(microbatch.pack(), sum_pi_squared=True).sum_pi_squared
         assert squares is not None
         return squares
+
+
+def _folder(name: str | None, policy: Path) -> Path:
+    """Of a model that the launcher has brought here."""
+    return policy if name is None else resolve_model(name)

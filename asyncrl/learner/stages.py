@@ -28,13 +28,15 @@ from asyncrl.algorithms.losses.kl import kl_estimate
 from asyncrl.algorithms.losses.kl_controller import KlController
 from asyncrl.config.advantages import (
     ComponentAdvantages,
+    CustomAdvantages,
     GaeAdvantages,
     PassAtKAdvantages,
     TokenBaselineAdvantages,
-    Whitened,
 )
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig, KlRewardConfig
+from asyncrl.errors import LearnerError
 from asyncrl.learner.experience import Experience, Microbatch
+from asyncrl.user_code import import_function, names_user_code
 
 
 class Models(Protocol):
@@ -106,10 +108,10 @@ def is_read_early(config: AlgorithmConfig) -> bool:
     """Whether a stage, or the choice of tokens of a mini-batch, reads the learner's log-probs before the first step."""
     return (
         config.kl_reward is not None
-        or isinstance(config.advantages, TokenBaselineAdvantages)
+        or isinstance(config.advantages, TokenBaselineAdvantages | CustomAdvantages)
         or config.correction.needs_whole_batch
         or config.loss.selects_tokens
-        or any(":" in stage for stage in config.stages)
+        or any(names_user_code(stage) for stage in config.stages)
     )
 
 
@@ -130,7 +132,8 @@ def values(experience: Experience, context: StageContext) -> None:
 
 def kl_reward(experience: Experience, context: StageContext) -> None:
     """kl: what the advantages subtract from the rewards, times the coefficient of now, which then follows the KL."""
-    config, columns, controller = context.config.kl_reward, experience.columns, context.kl_controller
+    config: KlRewardConfig | None = context.config.kl_reward
+    columns, controller = experience.columns, context.kl_controller
     if config is None or controller is None:
         return
     assert columns.learner_logprobs is not None
@@ -180,6 +183,9 @@ def advantage(experience: Experience, context: StageContext) -> None:
             positions=columns.positions,
         )
         return
+    if isinstance(config, CustomAdvantages):
+        columns.advantages = own_advantages(config, experience)
+        return
     if isinstance(config, ComponentAdvantages):
         whole = summed_component_advantages(
             config, batch.components, batch.group_index, weights=context.reward_weights
@@ -201,13 +207,24 @@ def advantage(experience: Experience, context: StageContext) -> None:
         )
 
 
+def own_advantages(config: CustomAdvantages, experience: Experience) -> Tensor:
+    """Of the user's own function, float32. Raises LearnerError for what is no advantage of each token."""
+    function = import_function(config.function, "algorithm.advantages.function")
+    found = function(experience, **config.options)
+    expected = experience.columns.rollout_logprobs
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        kind = f"a tensor {[*found.shape]}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise LearnerError(
+            f"algorithm.advantages.function {config.function!r} gave {kind}; give one value a trained token, "
+            f"{[*expected.shape]}: experience.segments.spread makes it of one a trajectory"
+        )
+    return found.detach().to(expected)
+
+
 def whiten(experience: Experience, context: StageContext) -> None:
     """Advantages by the moments of all ranks' tokens, where the estimator asks for it."""
-    config, columns = context.config.advantages, experience.columns
+    columns, table = experience.columns, context.config.token_whitening
     assert columns.advantages is not None
-    table = config.whiten if isinstance(config, GaeAdvantages) else None
-    if isinstance(config, Whitened):
-        table = config.token_whitening
     if table is not None:
         moments = Moments(context.models.all_reduce(Moments.of(columns.advantages).sums))
         columns.advantages = whitened(table, columns.advantages, moments)

@@ -12,6 +12,7 @@ from torch import Tensor
 from asyncrl.algorithms.losses import Counts, denominator
 from asyncrl.algorithms.losses.values import ValueSums, critic_objective, explained_variance, value_sums
 from asyncrl.config import Config
+from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.losses import AggregationConfig, ValueLossConfig
 from asyncrl.learner.experience import Experience, Microbatch
 from asyncrl.learner.loss import policy_loss, scales_afterwards
@@ -33,7 +34,9 @@ class PolicySteps:
         self._models = models
         self._num_ranks = num_ranks
         self._optimizer = ShardedOptimizer(
-            dict(models.policy.named_parameters()), config.learner, models.group
+            {name: p for name, p in models.policy.named_parameters() if p.requires_grad},
+            config.learner,
+            models.shard_group,
         )
 
     def take(self, experience: Experience, plan: Plan, totals: Totals) -> dict[str, float]:
@@ -69,6 +72,7 @@ class PolicySteps:
                 counts,
                 totals,
                 max_staleness=self._config.max_staleness,
+                positive_tokens=positive_tokens_of(plan, number),
             )
             loss = step.loss
             if output.values is not None:
@@ -108,7 +112,7 @@ class CriticSteps:
 
     def __init__(self, config: Config, models: RankModels, num_ranks: int) -> None:
         assert config.algorithm.critic is not None
-        self._config = config.algorithm.critic
+        self._config: CriticConfig = config.algorithm.critic
         self._models = models
         self._num_ranks = num_ranks
 
@@ -170,6 +174,19 @@ def value_metrics(experience: Experience, models: RankModels) -> dict[str, float
         "critic/returns/mean": float(sums[1] / num_tokens),
         "critic/values/mean": float((sums[1] - sums[3]) / num_tokens),
     }
+
+
+def positive_tokens_of(plan: Plan, minibatch: int) -> float:
+    """Trained tokens of a mini-batch, over all ranks, of trajectories with a reward above 0."""
+    positions = [p for of_rank in plan.minibatches[minibatch] for microbatch in of_rank for p in microbatch]
+    return float(
+        sum(
+            count
+            for p in positions
+            for count, reward in zip(plan.num_trained_tokens[p], plan.rewards[p], strict=True)
+            if reward is not None and reward > 0
+        )
+    )
 
 
 def counts_of(plan: Plan, minibatch: int) -> Counts:

@@ -74,7 +74,9 @@ class Totals:
         by_staleness = {
             name.removesuffix("/mean"): value
             for name, value in found.items()
-            if "/staleness_" in name and name.endswith("/mean")
+            if "/staleness_" in name
+            and name.endswith("/mean")
+            and float(merged.sums[name.removesuffix("mean") + "count"])  # of ages that a token has
         }
         return (
             dict(zip(self._sums, means.tolist(), strict=True))

@@ -25,7 +25,10 @@ from asyncrl.learner.experience import receive_shard
 from asyncrl.learner.export import export_model
 from asyncrl.learner.finite import first_non_finite, shard_norms
 from asyncrl.learner.flow import find_stages
+from asyncrl.learner.lora import save_adapter
 from asyncrl.learner.loss import add_by_staleness
+from asyncrl.learner.mesh import is_first_replica, shard_group
+from asyncrl.learner.mfu import ModelFlops
 from asyncrl.learner.model import TensorShard
 from asyncrl.learner.rank_models import RankModels
 from asyncrl.learner.stages import StageContext
@@ -38,14 +41,15 @@ class PolicyLearner:
     """The trained policy on one rank, with what its recipe needs besides: reference, critic, optimizers."""
 
     def __init__(self, model_path: Path, config: Config, *, mesh: DeviceMesh) -> None:
-        """`model_path`: a folder in Hugging Face format. `mesh`: one-dimensional over all ranks, on cpu (gloo)
-        or cuda (nccl): `init_device_mesh("cpu", (num_ranks,))` after init_process_group."""
+        """`model_path`: a folder in Hugging Face format. `mesh`: over all ranks, on cpu (gloo) or cuda (nccl):
+        `make_mesh("cpu", num_ranks)` after init_process_group."""
         algorithm = config.resolved_algorithm
         config = config.model_copy(update={"algorithm": algorithm})
         self._config = config
         self._model_path = model_path
         self._mesh = mesh
-        self._group = mesh.get_group()
+        assert dist.group.WORLD is not None
+        self._group = dist.group.WORLD
         self._device = torch.device(mesh.device_type)
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype(config, mesh.device_type))
         self._models = RankModels(model_path, config, mesh=mesh)
@@ -58,6 +62,11 @@ class PolicyLearner:
         self._critic_steps = (
             CriticSteps(config, self._models, mesh.size()) if self._models.critic is not None else None
         )
+
+    @property
+    def model_flops(self) -> ModelFlops:
+        """Of the policy."""
+        return ModelFlops.of(self._models.policy.transformer.config)
 
     def update(self, shard: Shard) -> dict[str, float]:
         """Trains batch `shard.plan.index`: in every epoch one optimizer step a mini-batch, over all ranks.
@@ -108,31 +117,47 @@ class PolicyLearner:
 
     def check_finite(self) -> None:
         """Raises LearnerError on every rank when a weight is NaN or Inf, naming the first such tensor. Collective."""
-        shards = list(self.named_shards())
-        norms = shard_norms([shard.rows for shard in shards])
-        if (index := first_non_finite(norms, self._group)) is not None:
+        norms = {shard.name: shard_norms([shard.rows]) for shard in self.named_shards()}
+        if (index := first_non_finite(torch.cat(list(norms.values())), self._group)) is not None:
             raise LearnerError(
-                f"weights of {shards[index].name} are not finite; this version is not published; "
+                f"weights of {list(norms)[index]} are not finite; this version is not published; "
                 "lower learner.lr or raise learner.warmup_versions"
             )
+
+    @property
+    def publishes(self) -> bool:
+        """Whether this rank's rows are those that are published: of several copies the first."""
+        return is_first_replica(self._mesh)
 
     def named_shards(self) -> Iterator[TensorShard]:
         """This rank's rows of every tensor, in the order of Hugging Face's state dict, a tied one once."""
         return self._models.policy.named_shards()
 
     def export(self, folder: Path) -> None:
-        """Rank 0 writes the model to `folder`, which must not exist, in Hugging Face format. Collective."""
-        is_writer = self._mesh.get_rank() == 0
+        """Rank 0 writes the model to `folder`, which must not exist, in Hugging Face format. Collective.
+
+        Of adapters the merged model, and `adapter` beside it for peft.
+        """
+        is_writer = dist.get_rank() == 0
         export_model(
-            self._models.policy.transformer,
+            self.named_shards(),
             self._model_path,
             folder,
             dtype=self._publish_dtype,
+            group=shard_group(self._mesh),
             is_writer=is_writer,
         )
+        if (lora := self._config.learner.lora) is not None:
+            save_adapter(
+                self._models.policy.transformer,
+                lora,
+                self._config.model,
+                folder.with_name("adapter"),
+                is_writer=is_writer,
+            )
 
     def _check_shard(self, shard: Shard) -> None:
-        plan, rank = shard.plan, self._mesh.get_local_rank()
+        plan, rank = shard.plan, dist.get_rank()
         expected = [plan.ordinals[position] for position in plan.positions_of(rank)]
         ordinals = [group.ordinal for group in shard.groups]
         if shard.rank != rank or ordinals != expected:

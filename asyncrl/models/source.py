@@ -57,19 +57,19 @@ def model_is_ready(name: str, cache_dir: Path | None = None) -> bool:
     )
 
 
-def model_folder(name: str) -> Path | None:
-    """The folder that the config's `model` names; None for `tiny` and for names of the Hub.
+def model_folder(name: str, key: str = "model") -> Path | None:
+    """The folder that a key of the config names; None for `tiny` and for names of the Hub.
 
     Raises ConfigError for what is none of them, and for a folder that holds no model.
     """
     folder = Path(os.path.expanduser(name))
     if name == "tiny" or not folder.is_dir():
         if not is_hub_name(name):
-            raise ConfigError(f"model: {name!r} is not a folder; name one, or a model of the Hub")
+            raise ConfigError(f"{key}: {name!r} is not a folder; name one, or a model of the Hub")
         return None
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model: {name!r} is a folder without config.json, so it holds no model; name the one that does"
+            f"{key}: {name!r} is a folder without config.json, so it holds no model; name the one that does"
         )
     return folder.resolve()
 

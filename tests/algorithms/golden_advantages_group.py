@@ -47,7 +47,7 @@ def replay(case: Golden) -> None:
         _gdpo(case)
     elif case.peer in ("verl", "skyrl", "openrlhf"):
         _over_tokens(case, *TABLES[case.peer](case))
-    elif case.peer == "nemo_rl":
+    elif case.peer == "nemo":
         _nemo(case)
     else:
         assert_equal(case, "advantages", ROWS[case.peer](case), case.output("advantages"))
@@ -156,7 +156,7 @@ def _gdpo(case: Golden) -> None:
             for name in case.inputs["component_order"]
         ]
     )
-    config = table("gdpo", "nemo" if case.peer == "nemo_rl" else "verl")
+    config = table("gdpo", "nemo" if case.peer == "nemo" else "verl")
     advantages = summed_component_advantages(config, components, group_index(case), params["weights"])
     tokens = case.segments.spread(advantages)
     assert_tokens_equal(case, "advantages", whitened_alone(config, tokens))

@@ -18,7 +18,7 @@ from tests.algorithms.goldens import Golden, LeftOut, assert_equal
 def replay(case: Golden) -> None:
     if case.peer == "torchrl":
         _torchrl(case)
-    elif case.peer == "nemo_rl":
+    elif case.peer == "nemo":
         _nemo(case)
     elif "returned_uids" in case.outputs:
         kept, target = _kept(case, FilterConfig(keep="spread")), case.params["train_batch_size"]

@@ -13,7 +13,7 @@ from asyncrl.algorithms.segments import Segments
 from tests.algorithms.advantage_tables import assert_tokens_equal, table, whitened_alone
 from tests.algorithms.goldens import Golden, assert_equal
 
-MASK_READERS = ("verl", "nemo_rl", "openrlhf")
+MASK_READERS = ("verl", "nemo", "openrlhf")
 """Peers whose recursion is over trained tokens. The others take every column for a trained token: so do we here."""
 
 
@@ -25,8 +25,7 @@ def replay(case: Golden) -> None:
     elif "packed" in case.function:
         _packed(case)
     elif case.peer in MASK_READERS:
-        preset = "nemo" if case.peer == "nemo_rl" else case.peer
-        config = table("gae", preset, gamma=case.params["gamma"], lam=case.params["lam"])
+        config = table("gae", case.peer, gamma=case.params["gamma"], lam=case.params["lam"])
         _compare_tokens(case, config, case.flat("token_rewards"), case.flat("values"))
     else:
         _every_column(case)

@@ -36,7 +36,7 @@ def options(case: Golden, learner: torch.Tensor, mask: torch.Tensor) -> dict:
         or case.peer == "openrlhf"
     ):
         options |= {"clamp_estimate": 10.0}
-    elif case.peer == "nemo_rl":
+    elif case.peer == "nemo":
         options |= {"clamp_log_ratio": params["input_clamp"], "clamp_estimate": params["output_clamp"]}
     elif case.peer == "areal":
         options |= {"clamp_estimate": params["output_clamp"]}

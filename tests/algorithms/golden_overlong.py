@@ -12,7 +12,7 @@ from tests.algorithms.goldens import Golden, as_tensor, assert_equal
 
 PARAMS = {
     "areal": ("max_response_length", "overlong_tokens", "overlong_penalty_factor", "grow"),
-    "nemo_rl": ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty", "grow"),
+    "nemo": ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty", "grow"),
     "openrlhf": ("max_new_tokens", "overlong_buffer_len", "penalty_factor", "cap"),
     "verl": ("max_resp_len", "overlong_buffer_len", "penalty_factor", "grow"),
     "trl": ("max_completion_len", "soft_punish_cache", None, "cap"),

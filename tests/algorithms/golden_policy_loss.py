@@ -186,7 +186,7 @@ def megatron_rl(case: Golden) -> tuple[dict, dict]:
     return options, {}
 
 
-def nemo_rl(case: Golden) -> tuple[dict, dict]:
+def nemo(case: Golden) -> tuple[dict, dict]:
     params = case.params
     batch: dict[str, Any] = {
         "counts": shared_counts(params["global_valid_toks"], params["global_valid_seqs"])
@@ -563,7 +563,7 @@ PEERS = {
     "areal": areal,
     "deepspeed_chat": deepspeed_chat,
     "megatron_rl": megatron_rl,
-    "nemo_rl": nemo_rl,
+    "nemo": nemo,
     "open_instruct": open_instruct,
     "openrlhf": openrlhf,
     "prime_rl": prime_rl,

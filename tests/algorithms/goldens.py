@@ -30,6 +30,7 @@ class Golden:
     topic: str
     id: str
     peer: str
+    """As presets name it."""
     function: str
     dtype: torch.dtype
     inputs: dict[str, Any]
@@ -83,7 +84,8 @@ def load_goldens(topic: str) -> tuple[Golden, ...]:
         Golden(
             topic=topic,
             dtype=torch.float32 if case["dtype"] == "float32" else torch.float64,
-            **{key: case[key] for key in ("id", "peer", "function", "inputs", "params", "outputs")},
+            peer="nemo" if case["peer"] == "nemo_rl" else case["peer"],
+            **{key: case[key] for key in ("id", "function", "inputs", "params", "outputs")},
             note=case["note"] or "",
         )
         for case in json.loads(text)

@@ -35,7 +35,7 @@ def _megatron_rl(params: dict, case: Golden) -> dict[str, Any] | None:
     return {"weight": {"upper": params.get("is_truncation_coef")}, **UNCUT}
 
 
-def _nemo_rl(params: dict, case: Golden) -> dict[str, Any] | None:
+def _nemo(params: dict, case: Golden) -> dict[str, Any] | None:
     if not params.get("use_importance_sampling_correction"):
         return None
     if params.get("sequence_level_importance_ratios"):
@@ -121,7 +121,7 @@ def _low_high(spec: str | float) -> tuple[float | None, float]:
 PEERS = {
     "areal": _areal,
     "megatron_rl": _megatron_rl,
-    "nemo_rl": _nemo_rl,
+    "nemo": _nemo,
     "openrlhf": _openrlhf,
     "skyrl": _skyrl,
     "trl": _trl,

@@ -60,7 +60,6 @@ def test_the_filter_reads_the_metric_and_not_the_reward_with_a_length_penalty():
     assert is_dropped(shaped, config)
     assert is_dropped(both_right, FilterConfig(keep="spread", metric="acc"))
     assert not is_dropped(both_right, FilterConfig(keep="spread", metric="fmt"))
-    assert not is_dropped(both_right, FilterConfig(keep="spread", rejected="train"))
 
 
 def test_equal_fractions_have_no_spread_and_a_range_is_exact():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +36,7 @@ from asyncrl.config.losses import (
     CispoLoss,
     ClipCovLoss,
     CrossEntropyLoss,
+    CustomLoss,
     DppoLoss,
     DroLoss,
     GmpoLoss,
@@ -47,6 +51,8 @@ from asyncrl.config.losses import (
     SapoLoss,
     VespoLoss,
 )
+from asyncrl.errors import LearnerError
+from asyncrl.user_code import import_function
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,6 +102,8 @@ class LossTokens:
 def policy_loss(config: PolicyLoss, tokens: LossTokens) -> TokenLoss:
     """The policy loss of each token [N], before weights and aggregation."""
     learner, advantages, segments = tokens.learner_logprobs, tokens.advantages, tokens.segments
+    if isinstance(config, CustomLoss):
+        return custom_loss(config, tokens)
     if isinstance(config, GmpoLoss):
         return geometric_mean_surrogate(
             learner,
@@ -123,6 +131,25 @@ def policy_loss(config: PolicyLoss, tokens: LossTokens) -> TokenLoss:
         )
         return vespo_loss(learner, advantages, weights)
     return _ratio_loss(config, tokens)
+
+
+def custom_loss(config: CustomLoss, tokens: LossTokens) -> TokenLoss:
+    """Of the user's own function. Raises LearnerError for what is no loss of each token."""
+    loss = _function(config.function)(tokens, **config.options)
+    expected = tokens.learner_logprobs.shape
+    if not isinstance(loss, Tensor) or loss.shape != expected or not loss.requires_grad:
+        kind = type(loss).__name__
+        found = f"a tensor {[*loss.shape]}" if isinstance(loss, Tensor) else f"a {kind}"
+        raise LearnerError(
+            f"algorithm.loss.policy.function {config.function!r} gave {found}; give one value a token, "
+            f"{[*expected]}, computed from tokens.learner_logprobs, which carry the gradient"
+        )
+    return TokenLoss(loss, {})
+
+
+@cache
+def _function(name: str) -> Callable[..., Any]:
+    return import_function(name, "algorithm.loss.policy.function")
 
 
 def _ratio_loss(config: RatioOptions, tokens: LossTokens) -> TokenLoss:

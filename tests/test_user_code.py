@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.envs.user_code import import_function, names_user_code, split_spec
 from asyncrl.errors import ConfigError
+from asyncrl.user_code import import_function, names_user_code, split_spec
 
 
 @pytest.fixture(autouse=True)

@@ -28,23 +28,31 @@ def import_function(
     `default_attr` is the function of a file that is named without one; `source` is executed instead of what the
     file holds. Raises ConfigError with the reason when it cannot be imported or called.
     """
+    function = import_attribute(spec, key, default_attr, source=source)
+    if not callable(function):
+        raise ConfigError(f"{key} {spec!r} is a {type(function).__name__}; name a function")
+    return function
+
+
+def import_attribute(
+    spec: str, key: str, default_attr: str | None = None, *, source: bytes | None = None
+) -> Any:
+    """As `import_function`, of whatever kind it is."""
     module_name, attr = split_spec(spec)
     attr = attr or default_attr
-    if attr is None:
-        raise ConfigError(f"{key} {spec!r} names no function; write {module_name}:NAME")
+    if not attr or not module_name:
+        raise ConfigError(f"{key} {spec!r} names no function; write {module_name or 'module'}:NAME")
     if module_name.endswith(".py"):
         module = _import_file(Path(module_name).expanduser(), f"{key} {spec!r}", source)
     else:
         module = _import_module(module_name, f"{key} {spec!r}")
-    function = getattr(module, attr, None)
-    if function is None:
+    found = getattr(module, attr, None)
+    if found is None:
         names = [name for name in vars(module) if not name.startswith("_")]
         raise ConfigError(
             f"{key} {spec!r}: {module_name!r} has no {attr!r}{did_you_mean(attr, names)}; name a function of it"
         )
-    if not callable(function):
-        raise ConfigError(f"{key} {spec!r} is a {type(function).__name__}; name a function")
-    return function
+    return found
 
 
 def read_source(spec: str) -> bytes | None:
