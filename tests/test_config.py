@@ -245,6 +245,10 @@ def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str
             "algorithm.filter.keep spread leaves out every group of rollout.group_size 1",
         ),
         (
+            ["learner.lora={}", "algorithm.loss.kl={}", "algorithm.reference.refresh_every=2"],
+            "algorithm.reference.refresh_every 2: with learner.lora the reference has no adapters",
+        ),
+        (
             ["algorithm=dapo", "algorithm.shaping.overlong.buffer_tokens=9"],
             "algorithm.shaping.overlong.buffer_tokens 9 exceeds rollout.max_completion_tokens 8",
         ),
