@@ -47,7 +47,14 @@ class Scenario(NamedTuple):
 
     def config(self, model_path: Path) -> Config:
         """`reference` lies beside the model."""
-        algorithm = {"reference": {"model": str(model_path.with_name("reference"))}} | self.algorithm
+        algorithm = dict(self.algorithm)
+        if (
+            "kl_reward" in algorithm
+            or (algorithm.get("loss", {}).get("kl") or {"reference": ""}).get("reference", "ref") == "ref"
+        ):
+            algorithm["reference"] = {"model": str(model_path.with_name("reference"))} | algorithm.get(
+                "reference", {}
+            )
         learner = {"optimizer": "sgd", "lr": self.lr, "max_grad_norm": 1e6, "logprob_chunk_tokens": 7}
         return Config.model_validate(
             {
