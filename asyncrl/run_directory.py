@@ -119,7 +119,7 @@ class RunDirectory:
             observer.trajectories_written(version, records)
 
     def append_untrainable(self, groups: list[TrajectoryGroup], prompts: list[PromptText]) -> None:
-        """Groups that no version was trained on: no reward, or too old. `prompts`: of each group."""
+        """Groups that no version was trained on: no reward, too old, or filtered. `prompts`: of each group."""
         for record in _trajectory_records(groups, prompts):
             self._append("trajectories/untrainable.jsonl", record)
 

@@ -134,8 +134,9 @@ class TrajectoryGroup:
 
     @property
     def first_version(self) -> int:
-        """The oldest version among the group's tokens (an empty group counts as version 0)."""
-        return min((int(t.policy_versions.min()) for t in self.trajectories if len(t)), default=0)
+        """The oldest version among the group's sampled tokens (a group without any counts as version 0)."""
+        sampled = [t.policy_versions[t.policy_versions >= 0] for t in self.trajectories]
+        return min((int(versions.min()) for versions in sampled if len(versions)), default=0)
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

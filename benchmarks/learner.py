@@ -54,7 +54,12 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {path: [] for path in arguments.paths}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        asked = {"batch": asdict(spec), "model": str(model), "threads": len(cores), "updates": arguments.updates}
+        asked = {
+            "batch": asdict(spec),
+            "model": str(model),
+            "threads": len(cores),
+            "updates": arguments.updates,
+        }
         (folder / "spec.json").write_text(json.dumps(asked | {"overrides": arguments.overrides}))
         for number in range(arguments.rounds):
             for path in arguments.paths:
@@ -127,7 +132,9 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=2, help="how often the paths take turns")
     parser.add_argument("--updates", type=int, default=2, help="measured updates of a process")
     parser.add_argument("--groups", type=int, default=8)

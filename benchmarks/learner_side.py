@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from learner_batch import BatchSpec, ModelShape, draw_groups, shard_of
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import linear
 
 from asyncrl.config import load_config
 from asyncrl.coordinator.batches import plan_batch
+from asyncrl.learner.mesh import make_mesh
 from asyncrl.learner.update import PolicyLearner
 from asyncrl.types import TrajectoryGroup
 
@@ -46,9 +46,7 @@ def main() -> None:
     result = {
         "update_s": [m["update_s"] for m in measured],
         "peak_bytes": max(m["peak_bytes"] for m in measured) - base_bytes,
-        "gemm_flops_per_s": {
-            name: [m["gemm"][name] for m in measured] for name in measured[0]["gemm"]
-        },
+        "gemm_flops_per_s": {name: [m["gemm"][name] for m in measured] for name in measured[0]["gemm"]},
         "loss": measured[-1]["loss"],
     }
     Path(result_file).write_text(json.dumps(result))
@@ -106,10 +104,8 @@ def asyncrl_path(
         ],
     )
     dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)
-    learner = PolicyLearner(model, config, mesh=init_device_mesh("cpu", (1,)))
-    plan = plan_batch(
-        0, groups, num_ranks=1, max_tokens=spec.max_tokens_per_microbatch, hidden_size=576
-    )
+    learner = PolicyLearner(model, config, mesh=make_mesh("cpu", 1))
+    plan = plan_batch(0, groups, num_ranks=1, max_tokens=spec.max_tokens_per_microbatch, hidden_size=576)
     shard = shard_of(plan, groups)
 
     def update() -> dict[str, float]:
@@ -150,7 +146,9 @@ def padded_path(
     """Transformers on padded rows, all logits held; rows sorted by length, so that little is padded."""
     from transformers import AutoModelForCausalLM
 
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
+    policy = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, betas=(0.9, 0.95), fused=True)
     rows = sorted(rows_of(groups), key=lambda row: len(row[0].trajectories[row[1]]))
     num_trained = sum(group.num_trained_tokens for group in groups)

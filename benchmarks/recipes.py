@@ -69,7 +69,9 @@ def run_recipe(name: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipes", nargs="*", default=list(RECIPES))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -82,6 +82,8 @@ class Server:
     name: str = "server"
     reward: Callable[[int], float | None] = lambda ordinal: 1.0
     """Of a training group."""
+    roll_out: Callable[[Lease, np.ndarray, int], TrajectoryGroup] | None = None
+    """(lease, prompt_ids, version) -> the group, instead of one by `reward`."""
     before_commit: Callable[[int], Awaitable[object]] | None = None
     before_eval: Callable[[int, int], Awaitable[object]] | None = None
     refuses: int | None = None
@@ -151,8 +153,11 @@ class Server:
             self.heart.cancel()
             await asyncio.sleep(DEADLINE_S)
         assert received.prompt_ids is not None
-        reward = self.reward(lease.ordinal)
-        made = make_group(lease.ordinal, received.prompt_ids, version=self.version, reward=reward)
+        if self.roll_out is not None:
+            made = self.roll_out(lease, received.prompt_ids, self.version)
+        else:
+            reward = self.reward(lease.ordinal)
+            made = make_group(lease.ordinal, received.prompt_ids, version=self.version, reward=reward)
         await self.connection.send(GroupFinished(group_fields(made)), groups=[made])
 
     async def _evaluate(self, lease: EvalLease, received: Received) -> None:

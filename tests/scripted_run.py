@@ -51,7 +51,7 @@ def limits_of(config: Config, newest_version: int = 0) -> Limits:
     """What both ends hold messages to."""
     return Limits(
         vocab_size=VOCAB_SIZE,
-        group_size=config.rollout.group_size,
+        group_size=config.rollouts_per_group,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_completion_tokens=config.rollout.max_completion_tokens,
         newest_version=newest_version,

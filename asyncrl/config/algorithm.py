@@ -129,6 +129,15 @@ class AlgorithmConfig(Table):
         return self
 
     @property
+    def compares_within_groups(self) -> bool:
+        """Whether a trajectory is compared with others of its prompt: alone, or with equal rewards, it teaches
+        nothing."""
+        advantages = self.advantages
+        if isinstance(advantages, OutcomeAdvantages):
+            return advantages.baseline not in ("greedy", "none") and advantages.baseline_over == "group"
+        return not isinstance(advantages, GaeAdvantages | CustomAdvantages)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether some term reads the reference model."""
         return self.kl_reward is not None or (self.loss.kl is not None and self.loss.kl.reference == "ref")

@@ -33,6 +33,7 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from _of_the_critic(algorithm)
     yield from _of_stages(algorithm)
     yield from _of_the_reference(algorithm)
+    yield from _of_shaping(algorithm)
     yield from _of_the_correction(algorithm)
     yield from _of_the_loss(algorithm)
 
@@ -75,6 +76,11 @@ def _of_the_critic(algorithm: AlgorithmConfig) -> Iterator[str]:
         for key in ("model", "lr", "warmup_versions", "epochs"):
             if getattr(critic, key) != type(critic).model_fields[key].default:
                 yield f"critic.{key}: a shared critic trains with the policy's loss; leave it out, or set shared: false"
+        if algorithm.correction.rejections and algorithm.correction.denominator == "kept":
+            yield (
+                "critic.shared: its loss is divided by a count that is known before the correction, and that of "
+                "correction.denominator kept only afterwards; set correction.denominator: all, or shared: false"
+            )
     elif critic.coef != type(critic).model_fields["coef"].default:
         yield "critic.coef: a critic of its own is trained by an optimizer of its own; set critic.lr, or shared: true"
 
@@ -91,6 +97,15 @@ def _of_the_reference(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"kl_reward: advantages of type {advantages.type} have no place for it; set loss.kl instead"
     if kl_reward.clip_reward is not None and isinstance(advantages, OutcomeAdvantages):
         yield "kl_reward.clip_reward: it is of advantages of type gae and otb; leave it out"
+
+
+def _of_shaping(algorithm: AlgorithmConfig) -> Iterator[str]:
+    shapes = algorithm.shaping.model_copy(update={"truncated": "train"}) != ShapingConfig()
+    if shapes and isinstance(algorithm.advantages, ComponentAdvantages):
+        yield (
+            "shaping: advantages of type gdpo read each reward before it; only `truncated` may be set, or use a reward "
+            "of the length"
+        )
 
 
 def _of_the_correction(algorithm: AlgorithmConfig) -> Iterator[str]:

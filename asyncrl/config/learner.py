@@ -27,6 +27,8 @@ class LearnerConfig(Table):
 
     num_ranks: Positive = 1
     """FSDP2 ranks."""
+    replicas: Positive = 1
+    """Copies of the model over the ranks (HSDP), each sharded over num_ranks / replicas of them; 1: one copy."""
     prompts_per_batch: Positive = 16
     """B: groups that make one version."""
     minibatches: Positive = 1

@@ -42,7 +42,7 @@ STAGES: dict[str, Stage] = {
     # the ranks, once a mini-batch
     "correct": Stage("off-policy correction: weights and rejected tokens", needs=("score",)),
     "select": Stage(
-        "tokens that the loss chooses once a mini-batch (kl_cov, top entropy)", needs=("advantage",)
+        "tokens that the loss chooses once a mini-batch (kl_cov, top entropy)", needs=("score", "advantage")
     ),
     "loss": Stage("policy loss, KL, entropy", needs=("score", "advantage")),
     "critic": Stage("value loss, and the critic's step", needs=("values", "advantage")),

@@ -6,12 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config.advantages import (
-    ComponentAdvantages,
-    OutcomeAdvantages,
-    PassAtKAdvantages,
-    TokenBaselineAdvantages,
-)
+from asyncrl.config.advantages import OutcomeAdvantages
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import CheckpointConfig, LearnerConfig
 from asyncrl.config.reward import RewardConfig
@@ -95,6 +90,10 @@ class Config(Table):
                 f"rollout.group_size {self.rollout.group_size} exceeds rollout.max_num_seqs "
                 f"{self.rollout.max_num_seqs}; a group must fit the engine at once"
             )
+        if self.learner.num_ranks % self.learner.replicas:
+            raise ValueError(
+                f"learner.replicas {self.learner.replicas} does not divide learner.num_ranks {self.learner.num_ranks}"
+            )
         if self.learner.minibatches > self.learner.prompts_per_batch:
             raise ValueError(
                 f"learner.minibatches {self.learner.minibatches} exceeds learner.prompts_per_batch "
@@ -133,15 +132,7 @@ class Config(Table):
         return algorithm.model_copy(update={"loss": loss, "shaping": shaping})
 
     def _check_group_size(self) -> None:
-        advantages = self.algorithm.advantages
-        compares = isinstance(
-            advantages, PassAtKAdvantages | ComponentAdvantages | TokenBaselineAdvantages
-        ) or (
-            isinstance(advantages, OutcomeAdvantages)
-            and advantages.baseline in ("mean", "leave_one_out", "length_weighted")
-            and advantages.baseline_over == "group"
-        )
-        if self.rollout.group_size < 2 and compares:
+        if self.rollout.group_size < 2 and self.algorithm.compares_within_groups:
             raise ValueError(
                 f"rollout.group_size 1 gives {self.algorithm.type} no group to compare with; use at least 2"
             )

@@ -65,6 +65,7 @@ class LearnerSide:
         self._hidden_size = hidden_size
         algorithm = config.algorithm
         self._shuffles = "shuffle" in algorithm.stages
+        self._compares_within_groups = algorithm.compares_within_groups
         reads_components = isinstance(algorithm.advantages, ComponentAdvantages)
         self._components = reward_labels([r.name for r in config.reward]) if reads_components else []
         self._formed: dict[int, tuple[dict[str, float], list[TrajectoryGroup]]] = {}
@@ -211,7 +212,7 @@ class LearnerSide:
             num_greedy=self._config.num_greedy,
         )
         metrics = batch_metrics(plan, masked)
-        if metrics["rollout/equal_reward_groups"] == len(groups):
+        if self._compares_within_groups and metrics["rollout/equal_reward_groups"] == len(groups):
             self._count_useless_batch(index)
         self._formed[index] = metrics, groups
         for rank, peer in self.ranks.items():

@@ -26,18 +26,27 @@ class Admitted(NamedTuple):
 
 
 def admit(group: TrajectoryGroup, algorithm: AlgorithmConfig, *, num_greedy: int) -> Admitted:
-    """The recipe's `filter` and `shape`, in the order in which it names them; greedy rollouts never train.
+    """The recipe's `filter` and `shape`, in the order in which it names them.
 
     The filter reads the reward before shaping, whatever the order: a length penalty would make every group look
-    informative.
+    informative. Greedy rollouts, the last `num_greedy`, never train; they are shaped like those that they are the
+    baseline of, and where one has no reward there is nothing to compare the group with: none of it trains.
     """
     num_sampled = len(group.trajectories) - num_greedy
     sampled = replace(group, trajectories=group.trajectories[:num_sampled])
     is_filtered = "filter" in algorithm.stages and is_dropped(sampled, algorithm.filter)
     if "shape" in algorithm.stages and algorithm.shaping != ShapingConfig():
-        sampled = shape_group(sampled, algorithm.shaping)
-    greedy = [replace(t, loss_mask=np.zeros_like(t.loss_mask)) for t in group.trajectories[num_sampled:]]
-    return Admitted(replace(group, trajectories=[*sampled.trajectories, *greedy]), is_filtered)
+        group = shape_group(group, algorithm.shaping)
+    if num_greedy:
+        has_baseline = all(t.reward is not None for t in group.trajectories[num_sampled:])
+        first_untrained = num_sampled if has_baseline else 0
+        untrained = [_untrained(t) for t in group.trajectories[first_untrained:]]
+        group = replace(group, trajectories=[*group.trajectories[:first_untrained], *untrained])
+    return Admitted(group, is_filtered)
+
+
+def _untrained(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
 
 
 def shape_group(group: TrajectoryGroup, config: ShapingConfig) -> TrajectoryGroup:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config import Config, shared_digest
 from asyncrl.errors import PeerLost, one_line
 from asyncrl.launch.child import ChildSpec
 from asyncrl.launch.prepare import message_limits
 from asyncrl.learner.loop import LearnerLoop
+from asyncrl.learner.mesh import make_mesh
 from asyncrl.learner.publish import SnapshotPublisher
 from asyncrl.learner.update import PolicyLearner
 from asyncrl.stream.connections import BlockingConnection
@@ -52,7 +52,7 @@ def serve_rank(config: Config, spec: ChildSpec) -> None:
 
 def _serve(config: Config, spec: ChildSpec, connection: BlockingConnection, envelope: Envelope) -> None:
     device = torch.device(spec.device)
-    mesh = init_device_mesh(device.type, (config.learner.num_ranks,))
+    mesh = make_mesh(device.type, config.learner.num_ranks, config.learner.replicas)
     learner = PolicyLearner(Path(spec.model_path), config, mesh=mesh)
     say_hello(config, spec.rank, connection)
     publisher = SnapshotPublisher(learner, config, device, run=envelope.run, incarnation=envelope.incarnation)

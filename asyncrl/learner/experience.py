@@ -117,6 +117,14 @@ class Experience:
         """[R] int64: the group of each of this rank's trajectories."""
         return self.batch.group_index[self.rows]
 
+    @property
+    def places(self) -> Tensor:
+        """[N] int64: each of this rank's tokens among all of the batch's, which are in the order of its trajectories
+        however they are spread."""
+        of_batch, own = self.batch.num_trained_tokens, self.segments.counts()
+        first_of_row = (of_batch.cumsum(0) - of_batch)[self.rows] - (own.cumsum(0) - own)
+        return torch.arange(len(self.segments.index), device=own.device) + self.segments.spread(first_of_row)
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Adds what the block takes to the metric timing_s/<name>."""

@@ -12,6 +12,7 @@ from asyncrl.algorithms.losses import Counts, bounded_exp
 from asyncrl.algorithms.losses.objective import LossCounts, Objective, objective
 from asyncrl.algorithms.losses.policy import LossTokens
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.losses import LossConfig
 from asyncrl.learner.experience import Experience, Microbatch
 from asyncrl.learner.model import PolicyOutput
 from asyncrl.learner.totals import Totals
@@ -22,7 +23,7 @@ class StepLoss:
     """What one microbatch adds to its step."""
 
     loss: Tensor
-    """Scalar, with gradient: already divided by the mini-batch's counts, unless those are known only afterwards."""
+    """Scalar, with gradient: divided by the mini-batch's count, unless that is known only afterwards."""
     counted: Counts
     """Of this microbatch: what the correction lets into the denominator."""
     kl_sums: Tensor
@@ -40,15 +41,23 @@ def policy_loss(
     max_staleness: int,
     positive_tokens: float = 0.0,
 ) -> StepLoss:
-    """Of the trained tokens of a microbatch. `counts`: of its mini-batch over all ranks, or Counts of 1 where the
-    denominator is known only when all of it was seen (`scales_afterwards`). `positive_tokens`: of its mini-batch, those
-    of trajectories with a reward above 0."""
+    """Of the trained tokens of a microbatch. `counts`: of its mini-batch over all ranks; where the denominator is known
+    only when all of it was seen (`scales_afterwards`) nothing is divided yet. `positive_tokens`: of its mini-batch,
+    those of trajectories with a reward above 0."""
     tokens, correction = loss_tokens(config, experience, microbatch, output)
-    found = objective(config.loss, tokens, LossCounts(counts, positive_tokens=positive_tokens))
+    loss_config = undivided(config.loss) if scales_afterwards(config) else config.loss
+    found = objective(loss_config, tokens, LossCounts(counts, positive_tokens=positive_tokens))
     _report(experience, microbatch, tokens, correction, found, totals, max_staleness)
     log_ratio = (tokens.proximal_logprobs - tokens.learner_logprobs.detach()).double()
     kl_sums = torch.stack([log_ratio.sum(), log_ratio.new_tensor(float(len(log_ratio)))])
     return StepLoss(found.loss, Counts.of(tokens.segments, tokens.group_index), kl_sums)
+
+
+def undivided(config: LossConfig) -> LossConfig:
+    """The loss as a sum, whatever its denominator is."""
+    return config.model_copy(
+        update={"aggregation": config.aggregation.model_copy(update={"divide_by": "one"})}
+    )
 
 
 def scales_afterwards(config: AlgorithmConfig) -> bool:

@@ -32,6 +32,7 @@ from asyncrl.errors import LearnerError
 from asyncrl.learner.attention import ATTENTION_NAME, lay_out_groups
 from asyncrl.learner.logprobs import linear_logprobs, sum_squared_probabilities
 from asyncrl.learner.lora import BASE, adapted_layers, add_adapters, merged_rows
+from asyncrl.learner.mesh import shard_mesh
 from asyncrl.learner.packing import PackedMicrobatch
 from asyncrl.models.weights import load_causal_lm
 
@@ -120,7 +121,7 @@ class PolicyModel(nn.Module):
             module = name.rpartition(".")[0].removesuffix(BASE)
             if module not in adapted and ".lora_" in name:
                 continue
-            mesh, num_rows = sharded.device_mesh, sharded.shape[0]
+            mesh, num_rows = shard_mesh(sharded.device_mesh), sharded.shape[0]
             row_offset = min(-(-num_rows // mesh.size()) * mesh.get_local_rank(), num_rows)
             rows = sharded.to_local().detach()
             if module in adapted and name.endswith(".weight"):
@@ -155,7 +156,7 @@ def make_value_head(hidden_size: int) -> nn.Linear:
 
 def apply_value_head(head: nn.Linear, hidden: Tensor) -> Tensor:
     """hidden [N, H] -> values [N], float32."""
-    return head(hidden.to(head.weight.dtype)).squeeze(-1).float()
+    return (hidden.to(head.weight.dtype) @ head.weight[0] + head.bias).float()
 
 
 def decoder_blocks(decoder: nn.Module) -> nn.ModuleList:

@@ -55,7 +55,7 @@ class SnapshotPublisher:
         if self._rank != 0:
             self._writer.open(layout)
         for entry, shard in zip(layout.tensors, self._learner.named_shards(), strict=True):
-            if shard.rows.numel():
+            if shard.rows.numel() and self._learner.publishes:
                 self._writer.write_rows(entry, shard.row_offset, shard.rows)
         dist.barrier()
         written_s = time.monotonic()

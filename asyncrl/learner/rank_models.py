@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.config import Config
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.experience import Microbatch
+from asyncrl.learner.mesh import shard_group
 from asyncrl.learner.model import load_policy
 from asyncrl.learner.reference import BaseReference, Reference
 from asyncrl.models.source import resolve_model
@@ -27,7 +29,9 @@ class RankModels:
         """`model_path`: of the policy; the launcher has brought the models that the config names besides."""
         algorithm = config.algorithm
         critic = algorithm.critic
-        self.group = mesh.get_group()
+        assert dist.group.WORLD is not None
+        self.group = dist.group.WORLD
+        self.shard_group = shard_group(mesh)
         self.policy = load_policy(
             model_path,
             config.learner,
@@ -49,24 +53,27 @@ class RankModels:
         self.critic: Critic | None = None
         if critic is not None and not critic.shared:
             self.critic = Critic(
-                _folder(critic.model, model_path), config, critic, mesh=mesh, group=self.group
+                _folder(critic.model, model_path), config, critic, mesh=mesh, group=self.shard_group
             )
+
+    def reshard(self) -> None:
+        """Back to this rank's shards: a forward pass without a backward pass leaves FSDP's root gathered."""
+        critic = None if self.critic is None else self.critic.model
+        reference = None if self.reference is None else self.reference.model
+        for model in (self.policy, critic, reference):
+            if isinstance(model, FSDPModule):
+                model.reshard()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()
         dist.all_reduce(summed, group=self.group)
         return summed
 
-    def gather_columns(self, mine: Tensor) -> tuple[Tensor, int]:
-        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        lengths = torch.zeros(size, dtype=torch.int64, device=mine.device)
-        lengths[rank] = mine.shape[1]
-        dist.all_reduce(lengths, group=self.group)
-        first = int(lengths[:rank].sum())
-        whole = mine.new_zeros(mine.shape[0], int(lengths.sum()))
-        whole[:, first : first + mine.shape[1]] = mine
+    def gather_columns(self, mine: Tensor, places: Tensor, num_tokens: int) -> Tensor:
+        whole = mine.new_zeros(mine.shape[0], num_tokens)
+        whole[:, places] = mine
         dist.all_reduce(whole, group=self.group)
-        return whole, first
+        return whole
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ class Reference:
     """Log-probs under a copy of the policy that no optimizer touches."""
 
     def __init__(self, model_path: Path, config: Config, *, mesh: DeviceMesh) -> None:
-        self._model = load_policy(
+        self.model = load_policy(
             model_path, config.learner, temperature=config.rollout.temperature, mesh=mesh, is_trained=False
         ).requires_grad_(False)
         self._refresh_every = config.algorithm.reference.refresh_every
@@ -30,17 +30,17 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, batch: PackedMicrobatch) -> Tensor:
         """[N] float32. Collective."""
-        return self._model(batch).logprobs
+        return self.model(batch).logprobs
 
     @torch.no_grad()
     def after_version(self, version: int, policy: PolicyModel) -> None:
         """Takes the policy's weights where `version` is one in `refresh_every`. This rank's shards only."""
         if not self._refresh_every or version % self._refresh_every:
             return
-        as_shards(self._model)
+        as_shards(self.model)
         as_shards(policy)
         for mine, theirs in zip(
-            self._model.transformer.parameters(), policy.transformer.parameters(), strict=True
+            self.model.transformer.parameters(), policy.transformer.parameters(), strict=True
         ):
             _local(mine).copy_(_local(theirs))
 
@@ -49,13 +49,13 @@ class BaseReference:
     """Log-probs under the model beneath the policy's adapters."""
 
     def __init__(self, policy: PolicyModel) -> None:
-        self._policy = policy
+        self.model = policy
 
     @torch.no_grad()
     def logprobs(self, batch: PackedMicrobatch) -> Tensor:
         """[N] float32. Collective."""
-        with without_adapters(self._policy.transformer):
-            return self._policy(batch).logprobs
+        with without_adapters(self.model.transformer):
+            return self.model(batch).logprobs
 
     def after_version(self, version: int, policy: PolicyModel) -> None:
         """It never changes."""

@@ -23,7 +23,7 @@ from asyncrl.algorithms.advantages.estimators import (
     trajectory_advantages,
     whitened,
 )
-from asyncrl.algorithms.correction import Policies, correct
+from asyncrl.algorithms.correction import Policies, correct, log_linear_proximal
 from asyncrl.algorithms.losses.kl import kl_estimate
 from asyncrl.algorithms.losses.kl_controller import KlController
 from asyncrl.config.advantages import (
@@ -58,8 +58,8 @@ class Models(Protocol):
         """The sum over the ranks."""
         ...
 
-    def gather_columns(self, mine: Tensor) -> tuple[Tensor, int]:
-        """mine [C, n of this rank] -> ([C, n of all ranks], where this rank's begin)."""
+    def gather_columns(self, mine: Tensor, places: Tensor, num_tokens: int) -> Tensor:
+        """mine [C, N], of all ranks' `num_tokens` tokens those at `places` [N] -> [C, num_tokens]."""
         ...
 
 
@@ -97,6 +97,10 @@ def score(experience: Experience, context: StageContext) -> None:
     columns.learner_logprobs, columns.entropy = logprobs, entropy
     if correction.proximal == "recompute":
         columns.proximal_logprobs = logprobs
+    elif correction.proximal == "log_linear":  # of the batch's start, for what looks at the whole batch
+        columns.proximal_logprobs = log_linear_proximal(
+            logprobs, columns.rollout_logprobs, columns.policy_versions, proximal_version=experience.index
+        )
     experience.first_is_scored = early
 
 
@@ -119,7 +123,9 @@ def reference(experience: Experience, context: StageContext) -> None:
 
 
 def values(experience: Experience, context: StageContext) -> None:
-    """values of the critic before its first step."""
+    """values of the critic, where there is one, before its first step."""
+    if context.config.critic is None:
+        return
     with experience.timed("values"):
         experience.columns.values = fill(experience, context.models.values)
 
@@ -153,25 +159,23 @@ def advantage(experience: Experience, context: StageContext) -> None:
     """advantages, and returns where there is a critic."""
     config, columns, segments = context.config.advantages, experience.columns, experience.segments
     batch, kl_reward = experience.batch, context.config.kl_reward
+    rewards, greedy_rewards = batch.rewards, batch.greedy_rewards
+    if kl_reward is not None and (clip := kl_reward.clip_reward) is not None:
+        rewards = rewards.clamp(-clip, clip)
+        greedy_rewards = None if greedy_rewards is None else greedy_rewards.clamp(-clip, clip)
     if isinstance(config, GaeAdvantages | TokenBaselineAdvantages):
-        clip = None if kl_reward is None or kl_reward.clip_reward is None else kl_reward.clip_reward
-        rewards = token_rewards(
-            batch.rewards[experience.rows].nan_to_num(),  # of the unscored, which have no token here
-            segments,
-            kl=columns.kl,
-            kl_coef=columns.kl_coef,
-            clip=None if clip is None else (-clip, clip),
-        ).float()
+        mine = rewards[experience.rows].nan_to_num()  # of the unscored, which have no token here
+        of_tokens = token_rewards(mine, segments, kl=columns.kl, kl_coef=columns.kl_coef).float()
         if isinstance(config, GaeAdvantages):
             assert columns.values is not None
             columns.advantages, columns.returns = critic_advantages(
-                config, rewards, columns.values, segments, positions=columns.positions
+                config, of_tokens, columns.values, segments, positions=columns.positions
             )
             return
         assert columns.learner_logprobs is not None
         columns.advantages, columns.returns = token_baseline_advantages(
             config,
-            rewards,
+            of_tokens,
             columns.learner_logprobs,
             fill(experience, context.models.sum_pi_squared),
             segments,
@@ -189,10 +193,10 @@ def advantage(experience: Experience, context: StageContext) -> None:
     else:
         whole = trajectory_advantages(
             config,
-            batch.rewards,
+            rewards,
             batch.group_index,
             lengths=batch.num_trained_tokens,
-            greedy_rewards=batch.greedy_rewards,
+            greedy_rewards=greedy_rewards,
         )
     mine = whole[experience.rows].float()
     if isinstance(config, ComponentAdvantages | PassAtKAdvantages):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from statistics import fmean
 
 import torch
@@ -11,7 +13,7 @@ from asyncrl.algorithms.losses import Counts, denominator
 from asyncrl.algorithms.losses.values import ValueSums, critic_objective, explained_variance, value_sums
 from asyncrl.config import Config
 from asyncrl.config.algorithm import CriticConfig
-from asyncrl.config.losses import ValueLossConfig
+from asyncrl.config.losses import AggregationConfig, ValueLossConfig
 from asyncrl.learner.experience import Experience, Microbatch
 from asyncrl.learner.loss import policy_loss, scales_afterwards
 from asyncrl.learner.optimizer import ShardedOptimizer
@@ -20,8 +22,6 @@ from asyncrl.learner.totals import Totals
 from asyncrl.types import Plan
 
 NONE = Counts(0.0, 0.0, 0.0, 0.0)
-UNKNOWN = Counts(1.0, 1.0, 1.0, 1.0)
-"""In place of counts that are known only when the whole mini-batch has been corrected."""
 EARLY_STOP_FACTOR = 1.5
 """No further step once the KL exceeds so many times target_kl: spinningup's PPO."""
 
@@ -36,7 +36,7 @@ class PolicySteps:
         self._optimizer = ShardedOptimizer(
             {name: p for name, p in models.policy.named_parameters() if p.requires_grad},
             config.learner,
-            models.group,
+            models.shard_group,
         )
 
     def take(self, experience: Experience, plan: Plan, totals: Totals) -> dict[str, float]:
@@ -59,7 +59,6 @@ class PolicySteps:
         """The gradient of a mini-batch, but for the factor that is returned; None where its KL is over the target."""
         algorithm = self._config.algorithm
         counts = counts_of(plan, number)
-        afterwards = scales_afterwards(algorithm)
         counted, kl_sums = NONE, torch.zeros(2, dtype=torch.float64, device=experience.rows.device)
         for microbatch in experience.minibatches[number]:
             output = self._models.policy(microbatch.pack())
@@ -70,7 +69,7 @@ class PolicySteps:
                 experience,
                 microbatch,
                 output,
-                UNKNOWN if afterwards else counts,
+                counts,
                 totals,
                 max_staleness=self._config.max_staleness,
                 positive_tokens=positive_tokens_of(plan, number),
@@ -83,12 +82,9 @@ class PolicySteps:
             counted, kl_sums = counted + step.counted, kl_sums + step.kl_sums
         experience.first_is_scored |= number == 0
         scale = 1.0
-        if afterwards:
+        if scales_afterwards(algorithm):
             total = Counts(*self._models.all_reduce(counted.tensor(kl_sums.device)).tolist())
-            table = algorithm.loss.aggregation
-            scale = 1.0 / denominator(
-                total, mode=table.mode, divide_by=table.divide_by, at_least=table.at_least
-            )
+            scale = _one_over(replace(total, trajectories=counts.trajectories), algorithm.loss.aggregation)
         own_tokens = float(sum(m.tokens.stop - m.tokens.start for m in experience.minibatches[number]))
         totals.close_step(scale=scale, step_tokens=counts.tokens, own_tokens=own_tokens)
         if algorithm.target_kl is not None:
@@ -103,6 +99,12 @@ class PolicySteps:
         critic = self._config.algorithm.critic
         assert critic is not None
         return critic.coef * critic_loss(critic.loss, experience, microbatch, values, counts, totals)
+
+
+def _one_over(counts: Counts, table: AggregationConfig) -> float:
+    """NaN for a count of 0 under `at_least: 0`, which the gradient norm refuses."""
+    divisor = denominator(counts, mode=table.mode, divide_by=table.divide_by, at_least=table.at_least)
+    return 1.0 / divisor if divisor else math.nan
 
 
 class CriticSteps:
@@ -188,9 +190,10 @@ def positive_tokens_of(plan: Plan, minibatch: int) -> float:
 
 
 def counts_of(plan: Plan, minibatch: int) -> Counts:
-    """Of a mini-batch, over all ranks."""
+    """Of a mini-batch, over all ranks. Greedy rollouts are no trajectories of it."""
     positions = [p for of_rank in plan.minibatches[minibatch] for microbatch in of_rank for p in microbatch]
     trained = [plan.num_trained_tokens[p] for p in positions]
+    trained = [group[: len(group) - plan.num_greedy] for group in trained]
     return Counts(
         tokens=float(sum(sum(group) for group in trained)),
         trajectories=float(sum(len(group) for group in trained)),

@@ -54,15 +54,16 @@ class Totals:
         self._diagnostics = self._diagnostics.merge(diagnostics) if self._diagnostics.sums else diagnostics
 
     def reduce(self, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-        """Over all ranks. Collective."""
+        """Over all ranks; without diagnostics where only a critic was trained. Collective."""
         diagnostics = self._diagnostics
         sums = [*self._sums.values(), *diagnostics.sums.values()]
-        totals = torch.stack(sums).to(device)
         counts = torch.tensor(list(self._counts.values()), dtype=torch.float64, device=device)
-        maxima = torch.stack(list(diagnostics.maxima.values())).to(device)
-        added = torch.cat([totals, counts])
+        added = torch.cat([torch.stack(sums).to(device), counts])
         dist.all_reduce(added, group=group)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        maxima = torch.empty(0)
+        if diagnostics.maxima:
+            maxima = torch.stack(list(diagnostics.maxima.values())).to(device)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
         num_means = len(self._sums)
         means = added[:num_means] / added[len(sums) :].clamp(min=1)
         merged = Diagnostics(
@@ -79,7 +80,7 @@ class Totals:
         }
         return (
             dict(zip(self._sums, means.tolist(), strict=True))
-            | {metric: found[name] for metric, name in REPORTED.items()}
+            | {metric: found[name] for metric, name in REPORTED.items() if name in found}
             | by_staleness
         )
 

@@ -27,6 +27,7 @@ from asyncrl.learner.finite import first_non_finite, shard_norms
 from asyncrl.learner.flow import find_stages
 from asyncrl.learner.lora import save_adapter
 from asyncrl.learner.loss import add_by_staleness
+from asyncrl.learner.mesh import is_first_replica, shard_group
 from asyncrl.learner.mfu import ModelFlops
 from asyncrl.learner.model import TensorShard
 from asyncrl.learner.rank_models import RankModels
@@ -40,14 +41,15 @@ class PolicyLearner:
     """The trained policy on one rank, with what its recipe needs besides: reference, critic, optimizers."""
 
     def __init__(self, model_path: Path, config: Config, *, mesh: DeviceMesh) -> None:
-        """`model_path`: a folder in Hugging Face format. `mesh`: one-dimensional over all ranks, on cpu (gloo)
-        or cuda (nccl): `init_device_mesh("cpu", (num_ranks,))` after init_process_group."""
+        """`model_path`: a folder in Hugging Face format. `mesh`: over all ranks, on cpu (gloo) or cuda (nccl):
+        `make_mesh("cpu", num_ranks)` after init_process_group."""
         algorithm = config.resolved_algorithm
         config = config.model_copy(update={"algorithm": algorithm})
         self._config = config
         self._model_path = model_path
         self._mesh = mesh
-        self._group = mesh.get_group()
+        assert dist.group.WORLD is not None
+        self._group = dist.group.WORLD
         self._device = torch.device(mesh.device_type)
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype(config, mesh.device_type))
         self._models = RankModels(model_path, config, mesh=mesh)
@@ -81,6 +83,7 @@ class PolicyLearner:
         experience, totals = receive_shard(shard, self._device), Totals()
         for stage in self._stages:
             stage(experience, self._context)
+        self._models.reshard()
         metrics: dict[str, float] = {}
         if experience.correction is not None:
             staleness = experience.index - experience.columns.policy_versions
@@ -121,6 +124,11 @@ class PolicyLearner:
                 "lower learner.lr or raise learner.warmup_versions"
             )
 
+    @property
+    def publishes(self) -> bool:
+        """Whether this rank's rows are those that are published: of several copies the first."""
+        return is_first_replica(self._mesh)
+
     def named_shards(self) -> Iterator[TensorShard]:
         """This rank's rows of every tensor, in the order of Hugging Face's state dict, a tied one once."""
         return self._models.policy.named_shards()
@@ -130,13 +138,13 @@ class PolicyLearner:
 
         Of adapters the merged model, and `adapter` beside it for peft.
         """
-        is_writer = self._mesh.get_rank() == 0
+        is_writer = dist.get_rank() == 0
         export_model(
             self.named_shards(),
             self._model_path,
             folder,
             dtype=self._publish_dtype,
-            group=self._group,
+            group=shard_group(self._mesh),
             is_writer=is_writer,
         )
         if (lora := self._config.learner.lora) is not None:
@@ -149,7 +157,7 @@ class PolicyLearner:
             )
 
     def _check_shard(self, shard: Shard) -> None:
-        plan, rank = shard.plan, self._mesh.get_local_rank()
+        plan, rank = shard.plan, dist.get_rank()
         expected = [plan.ordinals[position] for position in plan.positions_of(rank)]
         ordinals = [group.ordinal for group in shard.groups]
         if shard.rank != rank or ordinals != expected:

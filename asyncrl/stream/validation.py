@@ -45,7 +45,7 @@ from asyncrl.types import (
     UInt8,
 )
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Raised with every change of the messages or of their arrays; a test holds their digest to it."""
 
 Refuse = Callable[[str, object, str], WireError]
@@ -166,6 +166,10 @@ def check_body(header: Header, limits: Limits, refuse: Refuse) -> None:
             raise refuse("body.rank", body.rank, f"there are {body.num_ranks} ranks")
         case Lease():
             _check_lease(body, _training_sizes(limits), refuse)
+            if not 0 <= body.num_greedy < len(body.seeds):
+                raise refuse(
+                    "body.num_greedy", body.num_greedy, f"0 to {len(body.seeds) - 1} of the requests"
+                )
         case EvalLease():
             _check_lease(body, _eval_sizes(limits), refuse)
             _check_sampling(body.sampling, _eval_sizes(limits), refuse)

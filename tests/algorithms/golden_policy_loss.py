@@ -38,7 +38,7 @@ def replay(case: Golden) -> None:
     if "sample_mask" in case.inputs:
         case = without_rows(case)
     options, batch = PEERS[case.peer](case)
-    preset = options.pop("preset", case.peer)
+    preset = options.pop("preset", case.preset)
     config = LossConfig.model_validate({"preset": preset, **options})
     learner = flat_leaf(case, "log_probs")
     tokens = LossTokens(

@@ -17,7 +17,7 @@ def replay(case: Golden) -> None:
     params = case.params
     (clip,) = [params[name] for name in CLIP if name in params]
     error = "huber" if params.get("loss_fn_type") == "huber" else "squared"
-    options = {"preset": case.peer, "clip": clip, "error": error, **aggregation(case)}
+    options = {"preset": case.preset, "clip": clip, "error": error, **aggregation(case)}
     values = flat_leaf(case, "values")
     counts = Counts(params["global_valid_toks"], 0, 0, 0) if "global_valid_toks" in params else None
     loss, diagnostics = critic_objective(

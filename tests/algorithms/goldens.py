@@ -46,6 +46,11 @@ class Golden:
         return as_tensor(self.outputs[name], self.dtype)
 
     @property
+    def preset(self) -> str:
+        """What options call the peer."""
+        return "nemo" if self.peer == "nemo_rl" else self.peer
+
+    @property
     def mask(self) -> Tensor:
         """[B, T] bool: the tokens that train."""
         return self.tensor("mask").bool()

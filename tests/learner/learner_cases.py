@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -21,6 +20,7 @@ from transformers import (
 )
 
 from asyncrl.config import Config
+from asyncrl.learner.mesh import make_mesh
 from asyncrl.learner.update import PolicyLearner
 from asyncrl.types import Plan, Shard, Status, Trajectory, TrajectoryGroup
 
@@ -231,7 +231,7 @@ def one_rank(model_path: Path, config: Config, store: Path) -> Iterator[PolicyLe
     """A PolicyLearner alone in a process group of this process."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     try:
-        yield PolicyLearner(model_path, config, mesh=init_device_mesh("cpu", (1,)))
+        yield PolicyLearner(model_path, config, mesh=make_mesh("cpu", 1))
     finally:
         dist.destroy_process_group()
 

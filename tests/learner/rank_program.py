@@ -1,7 +1,8 @@
 """One rank of the tests in test_ranks.py: python rank_program.py RANK NUM_RANKS FOLDER SCENARIO.
 
 Scenarios: `train` updates once and writes gradients, weights and metrics; `steps` does so with two mini-batches
-and two epochs; `disagree` gives rank 1 another plan; `export` updates once and exports.
+and two epochs; `disagree` gives rank 1 another plan; `export` updates once and exports; `replicas` does so with two
+copies of the model.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import torch
 import torch.distributed as dist
 from learner_cases import record_gradients, sgd_config, shard_of_minibatches, uneven_groups
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.errors import LearnerError
+from asyncrl.learner.mesh import make_mesh
 from asyncrl.learner.update import PolicyLearner
 
-WHOLE = {1: [[[[0, 1, 2, 3, 4]]]], 2: [[[[4, 1], [], [0]], [[2], [3], []]]]}
+WHOLE = {
+    1: [[[[0, 1, 2, 3, 4]]]],
+    2: [[[[4, 1], [], [0]], [[2], [3], []]]],
+    4: [[[[4], [1]], [[0], []], [[], []], [[2], [3]]]],
+}
 HALVES = {1: [[[[0, 2, 4]]], [[[1, 3]]]], 2: [[[[4], [0]], [[2], []]], [[[], []], [[3], [1]]]]}
 """[number of ranks] -> [mini-batch][rank][microbatch] -> positions; rank 0 has nothing of the second half."""
 
@@ -36,7 +41,8 @@ def main(rank: int, num_ranks: int, folder: Path, scenario: str) -> None:
     )
     in_steps = scenario == "steps"
     config = sgd_config(lr=0.15 if in_steps else 0.5)
-    learner = PolicyLearner(folder.parent / "model", config, mesh=init_device_mesh("cpu", (num_ranks,)))
+    mesh = make_mesh("cpu", num_ranks, replicas=2 if scenario == "replicas" else 1)
+    learner = PolicyLearner(folder.parent / "model", config, mesh=mesh)
     index = 5 if scenario == "disagree" and rank == 1 else 4
     minibatches = (HALVES if in_steps else WHOLE)[num_ranks]
     shard = shard_of_minibatches(
@@ -55,7 +61,9 @@ def main(rank: int, num_ranks: int, folder: Path, scenario: str) -> None:
         {name: s.rows.contiguous() for name, s in shards.items()}, folder / f"weights{rank}.safetensors"
     )
     (folder / f"report{rank}.json").write_text(json.dumps(report))
-    if scenario == "export":
+    report["publishes"] = learner.publishes
+    (folder / f"report{rank}.json").write_text(json.dumps(report))
+    if scenario in ("export", "replicas"):
         learner.export(folder / "exported")
     dist.barrier()
     dist.destroy_process_group()

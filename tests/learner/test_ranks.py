@@ -103,6 +103,29 @@ def test_two_ranks_take_the_steps_of_one(tmp_path):
     assert_same_metrics(one, *two)
 
 
+# Mutations caught: gradients averaged over the shards of a copy only, or the norm counted once a copy (the step would
+# be clipped to half); rows offset by the rank among all; every copy published.
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_copies_of_a_sharded_model_take_the_step_of_one(tmp_path, num_ranks):
+    write_model(tmp_path / "model", "llama", tied=True)
+    [one] = run_ranks(tmp_path / "one", 1, "train")
+    ranks = run_ranks(tmp_path / "ranks", num_ranks, "replicas")
+    expected, a_copy = whole(tmp_path / "one", "weights", 1), num_ranks // 2
+    for first in (0, a_copy):
+        shards = [load_file(tmp_path / "ranks" / f"weights{first + r}.safetensors") for r in range(a_copy)]
+        for name, tensor in expected.items():
+            found = torch.cat([shard[name] for shard in shards])
+            torch.testing.assert_close(found, tensor, rtol=1e-5, atol=1e-6)
+    for report in ranks:
+        assert report["metrics"]["actor/grad_norm"] == pytest.approx(
+            one["metrics"]["actor/grad_norm"], rel=1e-5
+        )
+    assert [report["publishes"] for report in ranks] == [True] * a_copy + [False] * a_copy
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "ranks" / "exported")
+    for name, parameter in exported.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-5, atol=1e-6)
+
+
 def test_ranks_with_different_plans_stop_and_name_both(tmp_path):
     # Mutation caught: entering the forward pass without agreement (the ranks would mix two batches).
     write_model(tmp_path / "model", "llama", tied=True)

@@ -1,0 +1,274 @@
+"""Policy losses, aggregations, correction and early stop against plain loops: two mini-batches, two epochs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flow_cases import (
+    INDEX,
+    REJECTION,
+    SCENARIOS,
+    Scenario,
+)
+from learner_cases import plain_model
+from plain_loop import (
+    AGGREGATED,
+    PlainBatch,
+    clipped,
+    grpo_advantages,
+    plain_batch,
+    plain_training,
+    sgd,
+)
+from recipe_cases import Flow, assert_trained, sequence_mean, tis
+from torch import Tensor
+
+
+@pytest.fixture
+def flow(tmp_path: Path) -> Flow:
+    return Flow.at(tmp_path)
+
+
+def _token_ratio(now: PlainBatch, before: PlainBatch) -> Tensor:
+    return (now.logprobs - before.logprobs).exp()
+
+
+def _sequence_ratio(now: PlainBatch, before: PlainBatch) -> Tensor:
+    return sequence_mean(now, now.logprobs - before.logprobs).exp()
+
+
+def _ppo(ratio: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    return -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
+
+
+def _dppo_keep(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
+    p, q = now.logprobs.detach().exp(), before.logprobs.exp()
+    return ~((p - q > 0.01) & (a > 0) | (q - p > 0.01) & (a < 0))
+
+
+PLAIN_LOSSES: dict[str, Callable[[PlainBatch, PlainBatch, Tensor], Tensor]] = {
+    "ppo": lambda n, b, a: torch.where(
+        a < 0,
+        torch.minimum(_ppo(_token_ratio(n, b), a, 0.2, 0.28), -1.5 * a),
+        _ppo(_token_ratio(n, b), a, 0.2, 0.28),
+    ),
+    "gspo": lambda n, b, a: _ppo(_sequence_ratio(n, b), a, 3e-4, 4e-4),
+    "cispo": lambda n, b, a: -_token_ratio(n, b).detach().clamp(0, 1.05) * a * n.logprobs,
+    "sapo": lambda n, b, a: (
+        -torch.where(
+            a > 0,
+            4 * torch.sigmoid(_token_ratio(n, b) - 1),
+            4 / 1.05 * torch.sigmoid(1.05 * (_token_ratio(n, b) - 1)),
+        )
+        * a
+    ),
+    "dppo": lambda n, b, a: torch.where(_dppo_keep(n, b, a), -_token_ratio(n, b) * a, 0.0),
+    "ipo": lambda n, b, a: torch.where(
+        (n.logprobs.detach().exp() - b.logprobs.exp()).abs() <= 0.01, -_token_ratio(n, b) * a, 0.0
+    ),
+    "reinforce": lambda n, b, a: -a * n.logprobs,
+    "importance_weighted": lambda n, b, a: -_token_ratio(n, b) * a,
+    "dro": lambda n, b, a: -(a * n.logprobs - 0.25 * (n.logprobs - b.logprobs) ** 2),
+    "cross_entropy": lambda n, b, a: -n.logprobs,
+    "kl_cov": lambda n, b, a: (
+        -_token_ratio(n, b) * a + torch.where(_largest_covariance(b, a), (n.logprobs - b.logprobs).abs(), 0.0)
+    ),
+    "top_entropy": lambda n, b, a: (
+        _ppo(_token_ratio(n, b), a, 0.2, 0.2) * (b.entropy >= torch.quantile(b.entropy, 0.6))
+    ),
+}
+
+
+def _largest_covariance(before: PlainBatch, a: Tensor) -> Tensor:
+    covariance = (a - a.mean()) * (before.logprobs - before.logprobs.mean())
+    return covariance >= covariance.topk(int(0.2 * len(a))).values[-1]
+
+
+# Mutations caught: a selection of the batch instead of the mini-batch, or made anew each step; an option of the table
+# that does not reach the loss.
+@pytest.mark.parametrize("name", PLAIN_LOSSES)
+def test_a_policy_loss_is_its_formula_through_all_steps(flow: Flow, name: str):
+    found, _ = flow.train(SCENARIOS[name], "pieces")
+    of_token = PLAIN_LOSSES[name]
+    expected = plain_training(
+        flow.model_path,
+        flow.halves,
+        lambda now, before, a: (of_token(now, before, a) * tis(before)).mean(),
+        num_epochs=2,
+        lr=0.05,
+    )
+    assert_trained(flow, found, expected)
+
+
+@pytest.mark.parametrize("mode", AGGREGATED)
+def test_an_aggregation_is_its_formula_over_the_mini_batch(flow: Flow, mode: str):
+    # Mutation caught: counts of the microbatch, or of the batch; the completion's own length as the constant.
+    scenario = SCENARIOS[mode]
+    found, _ = flow.train(scenario, "pieces")
+    expected = plain_training(
+        flow.model_path,
+        flow.halves,
+        lambda now, before, a: AGGREGATED[mode](now, clipped(now, before.logprobs, a) * tis(before)),
+        num_epochs=2,
+        lr=scenario.lr,
+    )
+    assert_trained(flow, found, expected)
+
+
+def test_an_entropy_bonus_has_the_gradient_of_the_entropy(flow: Flow):
+    # Mutations caught: the entropy without its gradient; a penalty.
+    found, metrics = flow.train(SCENARIOS["entropy"], "pieces")
+    expected = plain_training(
+        flow.model_path,
+        flow.halves,
+        lambda now, before, a: (clipped(now, before.logprobs, a) * tis(before) - 0.2 * now.entropy).mean(),
+        num_epochs=2,
+        lr=0.05,
+    )
+    assert_trained(flow, found, expected)
+    assert metrics["actor/entropy_loss"] == pytest.approx(-0.2 * metrics["actor/entropy"], rel=0.05)
+
+
+def _kept(before: PlainBatch) -> Tensor:
+    """REJECTION: the mean k3 of proximal to rollout over a trajectory."""
+    log_ratio = before.logprobs - before.rollout
+    return sequence_mean(before, log_ratio.expm1() - log_ratio) <= REJECTION["upper"]
+
+
+@pytest.mark.parametrize(
+    ("name", "divisor"),
+    [
+        ("kept-token-mean", lambda b, kept: kept.sum()),
+        ("kept-token-sum", lambda b, kept: 1),
+        ("kept-seq-mean-token-sum", lambda b, kept: b.num_trajectories),
+        ("kept-by-number", lambda b, kept: 5.0),
+        ("kept-at-least", lambda b, kept: 30.0),
+    ],
+)
+def test_rejected_tokens_leave_the_denominator_that_is_known_afterwards(flow: Flow, name: str, divisor: Any):
+    # Mutations caught: all tokens in the denominator; one of a microbatch; dividing twice by a number, or by
+    # at_least; a scale that the learning rate swallows (AdamW), which SGD does not.
+    scenario = SCENARIOS[name]
+    found, metrics = flow.train(scenario, "pieces")
+
+    def loss(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
+        kept = _kept(before)
+        return (clipped(now, before.logprobs, a) * tis(before) * kept).sum() / divisor(now, kept)
+
+    assert_trained(flow, found, plain_training(flow.model_path, flow.halves, loss, num_epochs=2, lr=0.05))
+    assert 0.1 < metrics["correction/rejected_share"] < 0.9
+
+
+def test_a_batch_of_which_everything_is_rejected_trains_nothing(flow: Flow):
+    # Mutations caught: 0 / 0; a step that FSDP's ranks would not take.
+    everything = [{"statistic": "ratio", "upper": 1e-9}]
+    for denominator in ("kept", "all"):
+        found, metrics = flow.train(
+            Scenario({"correction": {"rejections": everything, "denominator": denominator}}), "pieces"
+        )
+        assert_trained(flow, found, dict(plain_model(flow.model_path).named_parameters()))
+        assert metrics["actor/grad_norm"] == metrics["actor/pg_loss"] == 0.0
+        assert metrics["correction/rejected_share"] == 1.0
+        assert all(math.isfinite(value) for value in metrics.values())
+
+
+def _m2po(halves: list[PlainBatch]) -> list[Tensor]:
+    """[half] -> [N] bool: the most tokens of the batch whose mean squared log ratio stays under 0.05."""
+    squares = torch.cat([(b.logprobs - b.rollout) ** 2 for b in halves])
+    ordered = squares.sort().values
+    fits = (ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)) < 0.05
+    largest = ordered[int(fits.sum()) - 1]
+    return list((squares <= largest).split([len(b.logprobs) for b in halves]))
+
+
+def test_m2po_cuts_the_whole_batch_at_once(flow: Flow):
+    # Mutation caught: the cut of a mini-batch or microbatch alone.
+    found, _ = flow.train(SCENARIOS["m2po"], "pieces")
+    kept = {len(k): k for k in _m2po(flow.at_start())}
+
+    def loss(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
+        mine = kept[len(a)]
+        return clipped(now, before.logprobs, a)[mine].sum() / mine.sum()
+
+    assert_trained(flow, found, plain_training(flow.model_path, flow.halves, loss, num_epochs=2, lr=0.05))
+    assert 0 < sum(int(k.sum()) for k in kept.values()) < 36
+
+
+def test_normalised_weights_have_mean_1_over_the_batch(flow: Flow):
+    # Mutation caught: the mean of a mini-batch or microbatch.
+    found, _ = flow.train(SCENARIOS["batch_normalize"], "pieces")
+    mean = torch.cat([tis(b) for b in flow.at_start()]).mean()
+    expected = plain_training(
+        flow.model_path,
+        flow.halves,
+        lambda now, before, a: (clipped(now, before.logprobs, a) * tis(before) / mean).mean(),
+        num_epochs=2,
+        lr=0.05,
+    )
+    assert_trained(flow, found, expected)
+
+
+def test_bypass_compares_with_the_rollout_policy(flow: Flow):
+    found, _ = flow.train(SCENARIOS["bypass"], "pieces")
+    expected = plain_training(
+        flow.model_path,
+        flow.halves,
+        lambda now, before, a: clipped(now, before.rollout, a).mean(),
+        num_epochs=2,
+        lr=0.05,
+    )
+    assert_trained(flow, found, expected)
+
+
+def test_log_linear_lies_between_rollout_and_learner_by_the_tokens_age(flow: Flow):
+    # Mutation caught: the version that is made instead of the one that trains.
+    found, _ = flow.train(SCENARIOS["log_linear"], "pieces")
+
+    def loss(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
+        age = (INDEX - now.versions).float()
+        proximal = torch.lerp(now.rollout, now.logprobs.detach(), age / (age + 1))
+        weight = (proximal - now.rollout).exp().clamp(max=2.0)
+        return (clipped(now, proximal, a) * weight).mean()
+
+    assert_trained(flow, found, plain_training(flow.model_path, flow.halves, loss, num_epochs=2, lr=0.05))
+
+
+def test_the_mismatch_is_reported_by_the_tokens_age(flow: Flow):
+    # Mutations caught: the age of the trajectory; older tokens left out instead of in the last bucket.
+    _, metrics = flow.train(Scenario({}, num_epochs=1, max_staleness=1), "pieces")
+    batches = flow.at_start()
+    log_ratio = torch.cat([b.logprobs - b.rollout for b in batches])
+    age = INDEX - torch.cat([b.versions for b in batches])
+    assert set(age.tolist()) == {0, 1, 2}
+    for bucket, of_age in ((0, age == 0), (1, age >= 1)):
+        assert metrics[f"mismatch/k1/staleness_{bucket}"] == pytest.approx(
+            -float(log_ratio[of_age].mean()), abs=1e-5
+        )
+    assert "mismatch/k1/staleness_2" not in metrics
+
+
+def test_no_step_is_taken_once_the_kl_is_over_its_target(flow: Flow):
+    # Mutations caught: the step that showed it taken all the same; gradients left for the next batch; k1's sign.
+    found, metrics = flow.train(SCENARIOS["target_kl"], "pieces")
+    model, target = plain_model(flow.model_path), 1.5 * 2e-4
+    before = flow.at_start()
+    num_steps = 0
+    for _ in range(3):
+        for half, old in zip(flow.halves, before, strict=True):
+            now = plain_batch(model, half, 0.7)
+            if float((old.logprobs - now.logprobs.detach()).mean()) > target:
+                break
+            (clipped(now, old.logprobs, grpo_advantages(old)) * tis(old)).mean().backward()
+            sgd(model.parameters(), 0.05)
+            num_steps += 1
+        else:
+            continue
+        break
+    assert 0 < num_steps < 6
+    assert metrics["actor/early_stopped"] == 1.0
+    assert_trained(flow, found, {name: p.detach() for name, p in model.named_parameters()})
