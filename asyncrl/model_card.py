@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from asyncrl.config import Config, SourceConfig, load_config
+from asyncrl.config import AlgorithmConfig, Config, SourceConfig, load_config
 from asyncrl.errors import DataError
 from asyncrl.hub import is_hub_name
 
@@ -99,12 +99,12 @@ def write_model_card(run_folder: Path, folder: Path) -> None:
 def render_card(config: Config, figures: Figures) -> str:
     """The card: front matter, what was done, figures, settings, how to load the model."""
     base = shown_name(config.model)
-    version = importlib.metadata.version("asyncrl")
+    version, recipe = importlib.metadata.version("asyncrl"), shown_name(config.algorithm.type)
     front: dict[str, Any] = {
         "base_model": config.model if _is_on_the_hub(config.model) else None,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["asyncrl", "reinforcement-learning", config.algorithm.type],
+        "tags": ["asyncrl", "reinforcement-learning", recipe],
     }
     front = {key: value for key, value in front.items() if value is not None}
     return f"""---
@@ -112,7 +112,7 @@ def render_card(config: Config, figures: Figures) -> str:
 
 # {config.run.name}
 
-`{base}` after {figures.num_versions} policy versions of {config.algorithm.type} with asyncrl {version}: asynchronous
+`{base}` after {figures.num_versions} policy versions of {recipe} with asyncrl {version}: asynchronous
 reinforcement learning with staleness of at most {config.max_staleness} versions.
 
 ## Figures
@@ -169,10 +169,9 @@ def _figure_rows(figures: Figures) -> list[tuple[str, str]]:
 
 def _setting_rows(config: Config) -> list[tuple[str, str]]:
     learner, rollout = config.learner, config.rollout
-    recipe = config.algorithm.model_dump(mode="json", exclude={"type"})
     return [
         ("base model", shown_name(config.model)),
-        ("algorithm", f"{config.algorithm.type}, {_in_words(recipe)}"),
+        ("algorithm", ", ".join([shown_name(config.algorithm.type), *_changed_options(config.algorithm)])),
         ("data", ", ".join(_source(source) for source in config.data.train)),
         ("reward", ", ".join(f"{shown_name(r.name)} (weight {r.weight:g})" for r in config.reward)),
         ("batch", f"{learner.prompts_per_batch} prompts x {rollout.group_size} completions a version"),
@@ -196,11 +195,18 @@ def _source(source: SourceConfig) -> str:
     return f"{shown_name(source.path)}{subset}"
 
 
-def _in_words(table: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{key} ({_in_words(value)})" if isinstance(value, dict) else f"{key} {value}"
-        for key, value in table.items()
-    )
+def _changed_options(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """`key value` of each option that is not the recipe's own."""
+    recipe = AlgorithmConfig.model_validate({"type": algorithm.type})
+    return _differences(algorithm.model_dump(mode="json"), recipe.model_dump(mode="json"))
+
+
+def _differences(table: Mapping[str, Any], usual: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, dict) and isinstance(usual.get(key), dict):
+            yield from _differences(value, usual[key], f"{path}{key}.")
+        elif key not in usual or value != usual[key]:
+            yield f"{path}{key} {shown_name(value) if isinstance(value, str) else value}"
 
 
 def _table(what: str, rows: Sequence[tuple[str, str]]) -> str:

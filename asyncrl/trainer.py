@@ -79,11 +79,12 @@ class Trainer:
         weighted where a table says so: `{"name": brevity, "weight": 0.1}`.
         `train_dataset`, `eval_dataset`: a path or name as in `data.train`, or rows (dicts, a `datasets.Dataset`).
         `config`: a YAML file, a Config or a tree to start from. `keys`: top-level keys on top of it, tables as
-        dicts: `Trainer(..., algorithm="grpo", max_staleness=1, learner={"lr": 1e-5})`.
+        dicts: `Trainer(..., algorithm="ppo", max_staleness=1, learner={"lr": 1e-5})`. `algorithm` may hold functions
+        where the config names one: `algorithm={"loss": {"policy": my_loss}}`.
         """
         tree = _tree_of(config)
         for key, value in keys.items():
-            _put(tree, key, value)
+            _put(tree, key, _named(value) if key == "algorithm" else value)
         self._words = _Words()
         for name, data in (("train", train_dataset), ("eval", eval_dataset)):
             argument = f"{name}_dataset"
@@ -198,6 +199,15 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
         tree[key] = value
 
 
+def _named(value: Any) -> Any:
+    """A tree with the names of the functions in it."""
+    if isinstance(value, Mapping):
+        return {key: _named(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(item) for item in value]
+    return _name_of(value, "algorithm") if callable(value) else value
+
+
 def _table_of(reward: Reward) -> Any:
     """The reward as the config writes it: a name, or a table with one."""
     if isinstance(reward, Mapping):
@@ -205,7 +215,7 @@ def _table_of(reward: Reward) -> Any:
     return _name_of(reward)
 
 
-def _name_of(function: str | RewardFunction) -> str:
+def _name_of(function: str | RewardFunction, argument: str = "reward_funcs") -> str:
     """`path/to/file.py:attr` of a function. Raises ConfigError for one that no other process can import."""
     if isinstance(function, str):
         return function
@@ -215,7 +225,7 @@ def _name_of(function: str | RewardFunction) -> str:
     # The module decides: a decorated function's code may stand in another file, and a name be given twice.
     if file is None or not file.endswith(".py") or getattr(module, name, None) is not function:
         raise ConfigError(
-            f"reward_funcs: {name!r} is not a function at the top of a file, so the reward's own process cannot "
+            f"{argument}: {name!r} is not a function at the top of a file, so the process that calls it cannot "
             "import it; define it with `def` in a .py file (not in a notebook, a class or another function)"
         )
     return f"{Path(file).resolve()}:{name}"

@@ -49,7 +49,7 @@ class Task:
     rounds: int = 2
 
 
-SMOLLM2 = ("algorithm.scale=none", "learner.lr=1e-5", "learner.warmup_versions=0")
+SMOLLM2 = ("algorithm.advantages.scale=none", "learner.lr=1e-5", "learner.warmup_versions=0")
 TASKS = {
     "first_word": Task("configs/quickstart.yaml", SMOLLM2, 5.0, "overlapped", 32, trl_steps=4, versions=4),
     "long": Task(
@@ -63,7 +63,7 @@ TASKS = {
     ),
     "tiny": Task(
         "configs/tiny.yaml",
-        ("algorithm.scale=none",),
+        ("algorithm.advantages.scale=none",),
         3.0,
         "overlapped-shared-cores",
         128,

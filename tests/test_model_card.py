@@ -84,7 +84,7 @@ def test_the_front_matter_names_a_base_model_of_the_hub_and_no_license(tmp_path:
     assert "7 policy versions of grpo" in card.text
     assert shown["reward"] == "exact_match (weight 1)"
     assert shown["data"] == "rev4"
-    assert "clip_low 0.2" in shown["algorithm"]
+    assert shown["algorithm"] == "grpo"
     assert "lr 0.0003" in shown["optimizer"]
 
 
@@ -114,6 +114,26 @@ def test_a_folder_that_has_the_form_of_a_name_on_the_hub_is_none(
     card, shown = card_of(write_run(tmp_path / "run", "model=models/mine"))
     assert card.data.base_model is None
     assert shown["base model"] == "models/mine"
+
+
+def test_the_card_says_what_the_run_changed_of_its_recipe_and_publishes_no_path(tmp_path: Path):
+    # Mutations: every option of the recipe, of which there are a hundred; a path of the trainer's machine.
+    _, shown = card_of(
+        write_run(
+            tmp_path / "run",
+            "algorithm=ppo",
+            "algorithm.critic.lr=0.5",
+            "algorithm.loss.kl={coef: 0.25}",
+            "algorithm.reference.model=/home/me/base",
+            "algorithm.loss.policy=/home/me/mine.py:loss",
+        )
+    )
+    said = shown["algorithm"]
+    assert said.startswith("ppo, reference.model base, ")
+    for part in ("critic.lr 0.5", "'coef': 0.25", "loss.policy.function mine.py:loss"):
+        assert part in said
+    assert "gamma" not in said
+    assert "/home/me" not in said
 
 
 @pytest.mark.parametrize(

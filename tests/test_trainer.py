@@ -19,6 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl import ConfigError, Trainer
 from asyncrl.config import Config, load_config
+from asyncrl.config.advantages import CustomAdvantages, OutcomeAdvantages
+from asyncrl.config.losses import CustomLoss
+from asyncrl.config.recipes import RECIPES
 from asyncrl.errors import DataError
 from asyncrl.launch import model_facts
 from asyncrl.launch import run as run_module
@@ -225,11 +228,45 @@ def test_keys_are_put_on_top_of_a_config_and_tables_are_merged():
         learner={"lr": 1e-5, "prompts_per_batch": 2},
         rollout={"max_completion_tokens": 3},
         max_staleness=0,
-        algorithm={"type": "grpo", "scale": "none"},
+        algorithm={"type": "grpo", "advantages": {"scale": "none"}},
     ).config
     assert (config.rollout.group_size, config.rollout.max_completion_tokens) == (4, 3)
     assert (config.learner.lr, config.learner.prompts_per_batch, config.max_staleness) == (1e-5, 2, 0)
-    assert config.algorithm.scale == "none"
+    assert isinstance(config.algorithm.advantages, OutcomeAdvantages)
+    assert config.algorithm.advantages.scale == "none"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_an_argument_by_name_or_with_its_options(recipe: str):
+    # Mutation: merge what the defaults have into the recipe's table.
+    assert Trainer(algorithm=recipe).config == load_config(None, [f"algorithm={recipe}"])
+    options = {"type": recipe, "preset": "verl", "target_kl": 0.1, "loss": {"kl": {"coef": 0.01}}}
+    algorithm = Trainer(config={"seed": 1}, algorithm=options).config.algorithm
+    assert (algorithm.type, algorithm.preset, algorithm.target_kl) == (recipe, "verl", 0.1)
+    assert algorithm.loss.kl is not None
+    assert algorithm.loss.kl.coef == 0.01
+    assert algorithm.stages == RECIPES[recipe].stages
+
+
+def own_loss(tokens: Any) -> Any:
+    return -tokens.advantages * tokens.learner_logprobs
+
+
+def own_advantages(experience: Any) -> Any:
+    return experience.columns.rollout_logprobs * 0
+
+
+def test_functions_of_the_script_become_names_that_the_learner_imports():
+    # Mutation: hand the objects over -> the configuration holds a function, not plain data.
+    options = {"loss": {"policy": own_loss}, "advantages": {"type": "custom", "function": own_advantages}}
+    algorithm = Trainer(algorithm=options).config.algorithm
+    file = Path(__file__).resolve()
+    assert isinstance(algorithm.loss.policy, CustomLoss)
+    assert isinstance(algorithm.advantages, CustomAdvantages)
+    assert algorithm.loss.policy.function == f"{file}:own_loss"
+    assert algorithm.advantages.function == f"{file}:own_advantages"
+    with pytest.raises(ConfigError, match=r"algorithm: .*<lambda>.* is not a function at the top of a file"):
+        Trainer(algorithm={"loss": {"policy": lambda tokens: tokens}})
 
 
 def test_a_config_that_is_given_is_not_written_to():

@@ -171,7 +171,7 @@ def test_mlflow_has_every_number_at_its_version_the_config_and_the_table(tmp_pat
     (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
     assert (run.info.run_name, run.info.status) == ("r", "FINISHED")
     assert run.data.params["max_staleness"] == "2"
-    assert run.data.params["algorithm.correction.cap"] == "2.0"
+    assert run.data.params["algorithm.correction.weight.upper"] == "2.0"
     found = [
         (metric.step, {name.replace("_at_", "@").replace("/_/", "//"): metric.value})
         for name in run.data.metrics

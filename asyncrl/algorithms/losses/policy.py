@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,21 +132,18 @@ def policy_loss(config: PolicyLoss, tokens: LossTokens) -> TokenLoss:
 
 def custom_loss(config: CustomLoss, tokens: LossTokens) -> TokenLoss:
     """Of the user's own function. Raises LearnerError for what is no loss of each token."""
-    loss = _function(config.function)(tokens, **config.options)
-    expected = tokens.learner_logprobs.shape
-    if not isinstance(loss, Tensor) or loss.shape != expected or not loss.requires_grad:
-        kind = type(loss).__name__
-        found = f"a tensor {[*loss.shape]}" if isinstance(loss, Tensor) else f"a {kind}"
-        raise LearnerError(
-            f"algorithm.loss.policy.function {config.function!r} gave {found}; give one value a token, "
-            f"{[*expected]}, computed from tokens.learner_logprobs, which carry the gradient"
-        )
-    return TokenLoss(loss, {})
-
-
-@cache
-def _function(name: str) -> Callable[..., Any]:
-    return import_function(name, "algorithm.loss.policy.function")
+    function = import_function(config.function, "algorithm.loss.policy.function")
+    loss = function(tokens, **config.options)
+    expected = [*tokens.learner_logprobs.shape]
+    if isinstance(loss, Tensor) and [*loss.shape] == expected and loss.requires_grad:
+        return TokenLoss(loss, {})
+    found = f"a tensor {[*loss.shape]}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor) and not loss.requires_grad:
+        found += " without a gradient"
+    raise LearnerError(
+        f"algorithm.loss.policy.function {config.function!r} gave {found}; give one value a token, {expected}, "
+        "computed from tokens.learner_logprobs, which carry the gradient"
+    )
 
 
 def _ratio_loss(config: RatioOptions, tokens: LossTokens) -> TokenLoss:

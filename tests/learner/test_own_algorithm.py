@@ -1,0 +1,145 @@
+"""The code of docs/algorithms.md, run as it stands there: a loss, advantages, a stage and a recipe of a user's own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config import Config, load_config
+from asyncrl.errors import LearnerError
+from asyncrl.launch.algorithm_checks import named_functions
+from asyncrl.launch.function_check import check_functions
+from asyncrl.types import TrajectoryGroup
+from tests.learner.learner_cases import (
+    one_rank,
+    plain_model,
+    plain_tokens,
+    shard_of_minibatches,
+    uneven_groups,
+    weights,
+    write_model,
+)
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+BLOCKS = dict(re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+LEARNER = ["learner={optimizer: sgd, lr: 0.5, max_grad_norm: 1.0e+6, epochs: 2}", "rollout.temperature=0.7"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The files of the page in the current folder."""
+    for name, text in BLOCKS.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in BLOCKS:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config(None, [*LEARNER, *overrides])
+
+
+def lead_advantages(groups: list[TrajectoryGroup], margin: float) -> torch.Tensor:
+    """What the page's functions amount to, in the order of `plain_tokens`."""
+    values: list[float] = []
+    for group in groups:
+        rewards = np.array([np.nan if t.reward is None else t.reward for t in group.trajectories])
+        leads = np.nan_to_num(rewards - np.nanmean(rewards))
+        for t, lead in zip(group.trajectories, leads, strict=True):
+            sign = float(np.sign(lead)) * (abs(lead) > margin)
+            values += [0.0 if place == 0 else sign for place in np.flatnonzero(t.loss_mask)]
+    return torch.tensor(values)
+
+
+def test_the_pages_recipe_trains_what_its_code_says(folder: Path):
+    # Mutations: the built-in loss in place of the user's (only the second step tells them apart), its options or
+    # those of the advantages dropped, the stage left out, the correction's weights left out.
+    path = write_model(folder / "model", "llama", tied=True)
+    groups = uneven_groups()
+    config = config_of("algorithm=my_recipe:lead", "algorithm.advantages.options.margin=0.2")
+    check_functions(named_functions(config))
+    with one_rank(path, config, folder / "store") as learner:
+        before = weights(learner)
+        metrics = learner.update(shard_of_minibatches(groups, [[[[0, 1], [2, 3, 4]]]], num_epochs=2))
+        after = weights(learner)
+    model = plain_model(path)
+    advantages = lead_advantages(groups, margin=0.2)
+    assert set(advantages.tolist()) == {-1.0, 0.0, 1.0}
+    with torch.no_grad():
+        proximal = plain_tokens(model, groups, 0.7).logprobs
+    losses = []
+    for _ in range(2):
+        tokens = plain_tokens(model, groups, 0.7)
+        ratio = (tokens.logprobs - proximal).exp()
+        corrected = (proximal - tokens.rollout_logprobs).exp().clamp(max=2.0)
+        loss = (-advantages * 0.1 * ((ratio - 1) / 0.1).tanh() * corrected).mean()
+        loss.backward()
+        losses.append(float(loss))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.5 * parameter.grad
+                parameter.grad = None
+    assert abs(losses[1]) > 1e-3
+    assert metrics["actor/pg_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    for name, parameter in model.named_parameters():
+        moved = (parameter.detach() - before[name]).norm()
+        assert moved > 1e-4, name
+        assert (after[name] - parameter.detach()).norm() < 1e-4 * moved, name
+
+
+def test_the_pages_tables_name_the_same_functions_one_by_one(folder: Path):
+    # Mutation: a key of the page that the configuration does not have.
+    [block] = re.findall(r"One by one, in the configuration:\n\n```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (folder / "my.yaml").write_text(block)
+    config = load_config("my.yaml")
+    assert [function.name for function in named_functions(config)] == [
+        "my_algorithm:sign_of_lead",
+        "my_algorithm:tanh_ratio",
+    ]
+    check_functions(named_functions(config))
+
+
+@pytest.mark.parametrize(
+    ("source", "override", "says"),
+    [
+        (
+            "def f(tokens): return tokens.learner_logprobs.sum()",
+            "algorithm.loss.policy=mine.py:f",
+            r"loss\.policy\.function 'mine\.py:f' gave a tensor \[\]; give one value a token, \[40\]",
+        ),
+        (
+            "def f(tokens): return -tokens.advantages * tokens.learner_logprobs.detach()",
+            "algorithm.loss.policy=mine.py:f",
+            r"gave a tensor \[40\] without a gradient",
+        ),
+        (
+            "def f(experience): return experience.batch.rewards",
+            "algorithm.advantages=mine.py:f",
+            r"advantages\.function 'mine\.py:f' gave a tensor \[15\]; give one value a trained token, \[40\]",
+        ),
+        (
+            "def f(experience): return None",
+            "algorithm.advantages=mine.py:f",
+            r"gave a NoneType; give one value a trained token",
+        ),
+    ],
+    ids=["a number", "no gradient", "one a trajectory", "nothing"],
+)
+def test_what_is_no_value_of_each_token_is_refused(folder: Path, source: str, override: str, says: str):
+    # Mutation: take it as it is -> a broadcast loss, a step without a gradient, an AttributeError.
+    (folder / "mine.py").write_text(source)
+    path = write_model(folder / "model", "llama", tied=True)
+    with (
+        one_rank(path, config_of(override), folder / "store") as learner,
+        pytest.raises(LearnerError, match=says),
+    ):
+        learner.update(shard_of_minibatches(uneven_groups(), [[[[0, 1, 2, 3, 4]]]]))
