@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.config.learner import LoraTable
 from asyncrl.envs.dataset import Dataset
 from asyncrl.envs.eval_report import num_eval_prompts
 from asyncrl.envs.mixture import shares
@@ -41,6 +42,7 @@ def check(config: Config) -> list[tuple[str, str]]:
     return [
         *_data(config, examined, dataset, eval_dataset),
         *_reward_models(config),
+        *_algorithm(config),
         *_batch(config),
         *_pacing(config),
         *_stream(config),
@@ -92,6 +94,17 @@ def _prompts(dataset: Dataset, max_tokens: int) -> str:
 def _reward_models(config: Config) -> Rows:
     for name in models_to_fetch(config):
         yield "reward", f"{name}: not here yet; it is checked once `asyncrl train` has brought it"
+
+
+def _algorithm(config: Config) -> Rows:
+    algorithm = config.algorithm
+    preset = "" if algorithm.preset is None else f", with {algorithm.preset}'s conventions"
+    yield "algorithm", f"{algorithm.type}{preset}: {', '.join(algorithm.stages)}"
+    if config.num_greedy:
+        yield (
+            "",
+            f"{config.num_greedy} greedy rollout of every prompt besides, the baseline: it does not train",
+        )
 
 
 def _batch(config: Config) -> Rows:
@@ -156,12 +169,18 @@ def _model(examined: Examined, model_path: Path | None) -> Rows:
     bytes_a_parameter = BYTES_A_PARAMETER[config.learner.optimizer]
     yield "model", f"{config.model}: {num_parameters / 1e6:.2f} M parameters"
     yield "snapshots", f"two at once: {snapshots / 1e6:.1f} MB in {folder}, {free / 1e6:.0f} MB free"
-    yield (
-        "learner memory",
-        f"{bytes_a_parameter * num_parameters / 1e6:.1f} MB of weights, gradients and moments over all ranks",
-    )
-    algorithm = config.algorithm
-    if algorithm.needs_reference:
+    lora, algorithm = config.learner.lora, config.algorithm
+    if lora is None:
+        learner_bytes, held = bytes_a_parameter * num_parameters, "weights, gradients and moments"
+    else:
+        learner_bytes = BYTES_A_WEIGHT * num_parameters + bytes_a_parameter * _num_adapter_parameters(
+            model_path, lora
+        )
+        held = "weights, and gradients and moments of the adapters,"
+    yield "learner memory", f"{learner_bytes / 1e6:.1f} MB of {held} over all ranks"
+    if algorithm.needs_reference and lora is not None and algorithm.reference.model is None:
+        yield "reference memory", "none: it is the policy without its adapters"
+    elif algorithm.needs_reference:
         yield from _besides("reference", algorithm.reference.model, num_parameters, BYTES_A_WEIGHT, "weights")
     if algorithm.critic is not None and not algorithm.critic.shared:
         what = "weights, gradients and moments"
@@ -175,6 +194,17 @@ def _besides(role: str, name: str | None, of_policy: int, bytes_a_parameter: int
         return
     num_parameters = of_policy if name is None else _num_parameters(resolve_model(name))
     yield f"{role} memory", f"{bytes_a_parameter * num_parameters / 1e6:.1f} MB of {what} over all ranks"
+
+
+def _num_adapter_parameters(model_path: Path, lora: LoraTable) -> int:
+    """rank x (inputs + outputs) of each matrix of a block that gets an adapter."""
+
+    def has_one(name: str) -> bool:
+        layer = name.removesuffix(".weight").rpartition(".")[2]
+        return ".layers." in name and (lora.target_modules == ("all-linear",) or layer in lora.target_modules)
+
+    shapes = read_tensor_shapes(model_path).items()
+    return lora.rank * sum(sum(shape) for name, shape in shapes if len(shape) == 2 and has_one(name))
 
 
 def _num_parameters(model_path: Path) -> int:

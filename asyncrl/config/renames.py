@@ -70,6 +70,10 @@ RENAMES: dict[str, str] = {
     "critic.cliprange_value": "algorithm.critic.loss.clip",
     "critic.loss_agg_mode": "algorithm.critic.loss.aggregation.mode",
     "critic_warmup": "algorithm.critic.warmup_versions",
+    "lora_rank": "learner.lora.rank",
+    "lora_alpha": "learner.lora.alpha",
+    "target_modules": "learner.lora.target_modules",
+    "use_peft": "learner.lora, a table where there are adapters",
     "enable_gradient_checkpointing": "learner.activation_checkpointing",
     "use_torch_compile": "learner.compile",
     "param_offload": "learner.offload",
@@ -218,7 +222,7 @@ _GROUPS = {
     "sequences are always packed without padding, up to learner.max_tokens_per_microbatch": (
         "use_remove_padding packing_samples use_dynamic_bsz use_dynamic_batch"
     ),
-    "all weights are trained, and adapters are not built": "lora_rank lora_alpha lora_dropout target_modules use_peft",
+    "adapters have no dropout": "lora_dropout",
     "the engine's longest sequence is data.max_prompt_tokens and the longest completion together": (
         "max_model_len vllm_max_model_length"
     ),

@@ -80,6 +80,11 @@ class Config(Table):
     def _combinations(self) -> Config:
         self._check_group_size()
         self._check_overlong()
+        if self.learner.lora is not None and self.algorithm.reference.refresh_every:
+            raise ValueError(
+                f"algorithm.reference.refresh_every {self.algorithm.reference.refresh_every}: with learner.lora the "
+                "reference has no adapters that could take the policy's; set it to 0"
+            )
         if self.rollouts_per_group > self.rollout.max_num_seqs:
             raise ValueError(
                 f"rollout.group_size {self.rollout.group_size} exceeds rollout.max_num_seqs "

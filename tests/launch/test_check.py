@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from model_folder import NUM_PARAMETERS, make_model_folder
+from safetensors.numpy import save_file
 
 from asyncrl.check import check
 from asyncrl.config import Config, load_config
@@ -30,7 +32,7 @@ def config_of(model: Path, *overrides: str) -> Config:
 def run_prepare(config: Config, monkeypatch: pytest.MonkeyPatch) -> prepare.Prepared:
     """`prepare` with a model that is there already."""
 
-    async def fetch_model(name: str) -> Path:
+    async def fetch_model(name: str, key: str = "model") -> Path:
         return Path(name)
 
     monkeypatch.setattr(prepare, "fetch_model", fetch_model)
@@ -58,6 +60,28 @@ REFUSED = [
     (["model=models/of/mine"], ["model: 'models/of/mine' is not a folder"]),
     (["model=/tmp"], ["model: '/tmp' is a folder without config.json"]),
     (["run.name=model"], ["run.name", "exists already", "choose another"]),
+    (
+        ["algorithm.loss.policy=no_such_module:loss"],
+        ["algorithm.loss.policy.function 'no_such_module:loss'", "ModuleNotFoundError"],
+    ),
+    (
+        ["algorithm.advantages=json:no_such"],
+        ["algorithm.advantages.function 'json:no_such'", "has no 'no_such'"],
+    ),
+    (
+        ["algorithm.loss.policy={type: custom, function: 'json:detect_encoding', options: {strange: 1}}"],
+        ["algorithm.loss.policy.function", "cannot be called with 1 arguments and the options ['strange']"],
+    ),
+    (["algorithm.stages=[score, advantage, 'json:x', loss, update]"], ["algorithm.stages 'json:x'"]),
+    (["algorithm.filter.metric=exact_mach"], ["algorithm.filter.metric: 'exact_mach'", "'exact_match'"]),
+    (
+        ["algorithm.loss.kl={}", "algorithm.reference.model=/no/model"],
+        ["algorithm.reference.model: '/no/model'"],
+    ),
+    (
+        ["algorithm=ppo", "algorithm.critic.model=/tmp"],
+        ["algorithm.critic.model: '/tmp' is a folder without"],
+    ),
 ]
 
 
@@ -76,6 +100,50 @@ def test_check_and_a_run_refuse_the_same_things_in_the_same_words(
     assert str(checked.value) == str(prepared.value)
     for part in says:
         assert part in str(checked.value)
+
+
+def test_a_reference_and_a_critic_must_read_the_policys_tokens(model: Path, monkeypatch: pytest.MonkeyPatch):
+    # Mutations: do not look at models besides the policy; compare sizes of vocabularies alone.
+    other = make_model_folder(model.parent / "other", max_positions=600)
+    for keys in (
+        ["algorithm.loss.kl={}", f"algorithm.reference.model={other}"],
+        ["algorithm=ppo", f"algorithm.critic.model={other}"],
+    ):
+        key = keys[1].partition("=")[0]
+        config = config_of(model, *keys)
+        assert run_prepare(config, monkeypatch).device == "cpu"
+        long = config_of(model, *keys, "data.max_prompt_tokens=593")
+        for refuse in (check, lambda config: run_prepare(config, monkeypatch)):
+            with pytest.raises(
+                ConfigError, match=rf"^{key}: data\.max_prompt_tokens \+ .* = 601, and .*other has 600"
+            ):
+                refuse(long)
+        tokenizer = (other / "tokenizer.json").read_text()
+        (other / "tokenizer.json").write_text(tokenizer.replace('"a":', '"é":'))
+        with pytest.raises(ConfigError, match=rf"^{key}: .*other has another vocabulary than"):
+            check(config)
+        (other / "tokenizer.json").write_text(tokenizer)
+
+
+def test_check_counts_the_memory_of_every_model_that_a_rank_holds(model: Path):
+    # Mutations: gradients and moments of a frozen reference; no critic, or one where the policy's body is shared;
+    # moments of all weights where adapters are trained (1.6 MB), or none of the adapters (0.4 MB).
+    block = {"model.layers.0.self_attn.q_proj.weight": np.zeros((250, 400), np.float32)}
+    save_file(block, model / "block.safetensors")
+
+    def memory(*overrides: str) -> dict[str, str]:
+        rows = check(config_of(model, *overrides))
+        return {what: said.partition(" of ")[0] for what, said in rows if what.endswith("memory")}
+
+    assert memory() == {"learner memory": "1.6 MB"}
+    assert memory("algorithm.loss.kl={}") == {"learner memory": "1.6 MB", "reference memory": "0.4 MB"}
+    assert "reference memory" not in memory("algorithm.loss.kl={reference: proximal}")
+    assert memory("algorithm=ppo")["critic memory"] == "1.6 MB"
+    assert memory("algorithm=ppo", "learner.optimizer=sgd")["critic memory"] == "0.8 MB"
+    assert "critic memory" not in memory("algorithm=ppo", "algorithm.critic.shared=true")
+    with_adapters = memory("algorithm.loss.kl={}", "learner.lora={rank: 16}")
+    assert with_adapters["learner memory"] == "0.6 MB"
+    assert with_adapters["reference memory"].startswith("none")
 
 
 def test_a_port_in_use_is_refused_before_the_run_directory_is_made(
