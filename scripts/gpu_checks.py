@@ -50,13 +50,14 @@ from learner_cases import (  # pyright: ignore[reportMissingImports]
     write_model,
 )
 from torch.cuda import nccl
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config import Config, RolloutConfig
 from asyncrl.errors import first_cause
 from asyncrl.launch.resources import count_gpus
 from asyncrl.learner.logprobs import linear_logprobs
+from asyncrl.learner.mesh import make_mesh
 from asyncrl.learner.model import decoder_blocks
 from asyncrl.learner.publish import SnapshotPublisher
 from asyncrl.learner.update import PolicyLearner
@@ -121,7 +122,7 @@ class Bench:
             torch.cuda.set_device(0)
         store = f"file://{self.folder}/store"
         dist.init_process_group("nccl" if self.on_gpu else "gloo", init_method=store, rank=0, world_size=1)
-        return init_device_mesh(self.device.type, (1,))
+        return make_mesh(self.device.type, 1)
 
     @cached_property
     def config(self) -> Config:
@@ -277,17 +278,19 @@ def update(bench: Bench) -> Figure:
     """Whole updates of the shared policy: bfloat16 in its layers, float32 weights, gradients and moments."""
     learner, shard = bench.learner, policy_batch(bench)
     seen: set[torch.dtype] = set()
-    block = decoder_blocks(learner._policy.transformer)[0]
+    block = decoder_blocks(learner._models.policy.transformer.get_decoder())[0]
     hook = block.get_submodule("mlp").register_forward_hook(
         lambda module, args, output: seen.add(output.dtype)
     )
     found, before = record_gradients(learner), weights(learner)
     learner.update(shard)
     hook.remove()
-    del learner._optimizer.step  # the recording one, which would count as memory of the updates below
+    del (
+        learner._policy_steps._optimizer.step
+    )  # the recording one, which would count as memory of the updates below
     assert seen == {torch.bfloat16}, f"the layers compute in {seen}"
-    moments = [state["exp_avg"] for state in learner._optimizer._optimizer.state.values()]
-    moments += [state["exp_avg_sq"] for state in learner._optimizer._optimizer.state.values()]
+    moments = [state["exp_avg"] for state in learner._policy_steps._optimizer._optimizer.state.values()]
+    moments += [state["exp_avg_sq"] for state in learner._policy_steps._optimizer._optimizer.state.values()]
     masters = list(weights(learner).values())
     for what, tensors in (("weights", masters), ("gradients", list(found.values())), ("moments", moments)):
         kinds = {(tensor.dtype, tensor.device.type) for tensor in tensors}
@@ -321,7 +324,7 @@ def measure_updates(bench: Bench, shard: Shard) -> Figure:
 def policy_batch(bench: Bench) -> Shard:
     """16 groups of 8 uneven completions, 4 groups a microbatch (about 8,700 tokens on a GPU)."""
     prompt_length, shortest, longest = (128, 128, 384) if bench.on_gpu else (6, 4, 12)
-    vocab_size = int(bench.learner._policy.transformer.config.vocab_size)
+    vocab_size = int(bench.learner._models.policy.transformer.config.vocab_size)
     rng = np.random.default_rng(3)
     groups: list[TrajectoryGroup] = []
     for ordinal in range(16):

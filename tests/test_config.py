@@ -229,10 +229,6 @@ def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str
             "algorithm.kl_reward: advantages of type gdpo have no place for it; set loss.kl instead",
         ),
         (
-            ["algorithm.kl_reward={clip_reward: 5}"],
-            "algorithm.kl_reward.clip_reward: it is of advantages of type gae",
-        ),
-        (
             ["algorithm.loss={policy: kl_cov, top_entropy_share: 0.2}"],
             "algorithm.loss.top_entropy_share: kl_cov selects tokens itself",
         ),
@@ -275,7 +271,7 @@ def test_options_that_contradict_each_other_are_refused_by_key(overrides: list[s
     ids=" ".join,
 )
 def test_options_that_only_look_like_a_contradiction_are_taken(overrides: list[str]):
-    # Mutation: refuse every weight under bypass, every clip_reward.
+    # Mutation: refuse every weight under bypass.
     load_config(None, overrides)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from asyncrl.config.advantages import (
     ComponentAdvantages,
     GaeAdvantages,
-    OutcomeAdvantages,
     PassAtKAdvantages,
     TokenBaselineAdvantages,
 )
@@ -95,8 +94,6 @@ def _of_the_reference(algorithm: AlgorithmConfig) -> Iterator[str]:
         return
     if isinstance(advantages, ComponentAdvantages | PassAtKAdvantages):
         yield f"kl_reward: advantages of type {advantages.type} have no place for it; set loss.kl instead"
-    if kl_reward.clip_reward is not None and isinstance(advantages, OutcomeAdvantages):
-        yield "kl_reward.clip_reward: it is of advantages of type gae and otb; leave it out"
 
 
 def _of_shaping(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""GRPO by hand: advantages, clipping, importance weights, sums."""
+"""GRPO by hand: advantages, clipping, importance weights, the loss of a mini-batch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import math
 
 import pytest
 import torch
-from asyncrl.algorithms.recipe import TokenBatch
-from asyncrl.algorithms.registry import build_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.advantages import group_advantages
-from asyncrl.algorithms.correction import importance_weights
-from asyncrl.algorithms.losses import bounded_exp, clipped_policy_loss
-from asyncrl.config import GrpoConfig, NoCorrection, TruncatedImportanceSampling
+from asyncrl.algorithms.advantages.estimators import trajectory_advantages
+from asyncrl.algorithms.correction import Policies, correct, report
+from asyncrl.algorithms.losses import Counts, bounded_exp, clipped_surrogate, importance_ratio
+from asyncrl.algorithms.losses.objective import LossCounts, Objective, objective
+from asyncrl.algorithms.losses.policy import LossTokens
+from asyncrl.algorithms.segments import Segments
+from asyncrl.config import AlgorithmConfig
+from asyncrl.config.advantages import OutcomeAdvantages
+from asyncrl.config.corrections import OffPolicyCorrection
 
 UNSCORED = math.nan
 
 
 def advantages(rewards, group_index=None, scale="std"):
     index = torch.tensor(group_index or [0] * len(rewards), dtype=torch.int64)
-    recipe = build_recipe(GrpoConfig(scale=scale))
-    return recipe.advantages(torch.tensor(rewards, dtype=torch.float64), index).tolist()
+    config = OutcomeAdvantages(scale=scale)
+    return trajectory_advantages(config, torch.tensor(rewards, dtype=torch.float64), index).tolist()
 
 
 @pytest.mark.parametrize(
@@ -87,12 +90,11 @@ def test_advantages_follow_their_trajectory_in_any_order(groups, data):
 def clipped(ratios, advantage, low=0.2, high=0.3):
     """(losses, clipped flags, gradients with respect to the log-probs)."""
     learner = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
-    losses, flags = clipped_policy_loss(
-        learner, torch.zeros_like(learner), torch.tensor(advantage), clip_low=low, clip_high=high
-    )
-    losses.sum().backward()
+    ratio = importance_ratio(learner, torch.zeros_like(learner), Segments.of_counts([len(ratios)]))
+    found = clipped_surrogate(ratio, torch.tensor(advantage), clip_low=low, clip_high=high)
+    found.loss.sum().backward()
     assert learner.grad is not None
-    return losses.tolist(), flags.tolist(), learner.grad.tolist()
+    return found.loss.tolist(), found.diagnostics["pg_clipfrac"].tolist(), learner.grad.tolist()
 
 
 def test_clip_stops_the_gradient_on_the_side_that_would_go_on():
@@ -122,76 +124,81 @@ def test_a_huge_log_ratio_gives_neither_inf_nor_nan_but_nan_stays_nan():
 def test_importance_weights_are_truncated_and_carry_no_gradient():
     # Mutations caught: the ratio upside down; the cap on the wrong side; a gradient through the weight.
     proximal = torch.tensor([0.5, 1.0, 4.0]).log().requires_grad_()
-    weights, truncated = importance_weights(proximal, torch.zeros(3), TruncatedImportanceSampling(cap=2.0))
-    assert weights.tolist() == pytest.approx([0.5, 1.0, 2.0])
-    assert truncated.tolist() == [False, False, True]
-    assert not weights.requires_grad
-    weights, truncated = importance_weights(proximal, torch.zeros(3), NoCorrection())
-    assert weights.tolist() == [1.0, 1.0, 1.0]
-    assert not truncated.any()
+    policies = Policies(proximal, proximal, torch.zeros(3))
+    segments = Segments.of_counts([3])
+    found = correct(policies, segments, OffPolicyCorrection())
+    assert found.weights.tolist() == pytest.approx([0.5, 1.0, 2.0])
+    assert not found.weights.requires_grad
+    assert report(found.diagnostics)["weight/moved/mean"] == pytest.approx(1 / 3)
+    unweighted = correct(policies, segments, OffPolicyCorrection(weight=None))
+    assert unweighted.weights.tolist() == [1.0, 1.0, 1.0]
+    assert report(unweighted.diagnostics)["weight/moved/mean"] == 0.0
 
 
-def token_batch(learner, proximal, rollout, advantage, dtype=torch.float64):
-    rows = [torch.tensor(values, dtype=dtype) for values in (learner, proximal, rollout, advantage)]
+def loss_of(
+    learner, proximal, rollout, advantage, counts=None
+) -> tuple[Objective, LossTokens, dict[str, float]]:
+    """GRPO's defaults on tokens of one trajectory: (objective, its tokens, what the correction reports)."""
+    rows = [torch.tensor(values, dtype=torch.float64) for values in (learner, proximal, rollout, advantage)]
     rows[0].requires_grad_()
-    return TokenBatch(*rows, entropy=torch.full_like(rows[1], 0.5))
+    config, segments = AlgorithmConfig(), Segments.of_counts([len(learner)])
+    found = correct(Policies(*rows[:3]), segments, config.correction)
+    tokens = LossTokens(
+        rows[0],
+        rows[1],
+        rows[3],
+        segments,
+        rollout_logprobs=rows[2],
+        entropy=torch.full_like(rows[1], 0.5),
+        token_weights=found.weights,
+    )
+    counts = LossCounts(counts or Counts.of(segments))
+    return objective(config.loss, tokens, counts), tokens, report(found.diagnostics)
 
 
 def test_loss_and_metrics_by_hand():
     # Ratios 1.5 and 1 against the proximal policy, weights 0.5 and 2 (3 truncated); advantages 1 and -1.
-    # Mutations caught: weights or mismatch from the learner instead of the proximal policy; a mean for a sum.
+    # Mutations caught: weights or mismatch from the learner instead of the proximal policy; a sum for a mean.
     log = math.log
-    batch = token_batch([log(0.3), log(0.6)], [log(0.2), log(0.6)], [log(0.4), log(0.2)], [1.0, -1.0])
-    result = build_recipe(GrpoConfig()).loss(batch)
-    assert float(result.loss.detach()) == pytest.approx(-1.2 * 0.5 + 1.0 * 2.0)
-    result.loss.backward()
-    assert batch.learner_logprobs.grad is not None
-    assert batch.learner_logprobs.grad.tolist() == pytest.approx([0.0, 2.0])
-    sums = {name: float(value) for name, value in result.sums.items()}
-    assert sums == pytest.approx(
-        {
-            "actor/pg_loss": 1.4,
-            "actor/pg_clipfrac": 1.0,
-            "actor/ppo_kl": log(0.2) - log(0.3),
-            "actor/entropy": 1.0,
-            "correction/weight_mean": 2.5,
-            "correction/truncated_share": 1.0,
-            "mismatch/k1": log(0.4) - log(0.2) + log(0.2) - log(0.6),
-            "mismatch/k3": (0.5 - 1 - log(0.5)) + (3 - 1 - log(3)),
-        }
+    found, tokens, said = loss_of(
+        [log(0.3), log(0.6)], [log(0.2), log(0.6)], [log(0.4), log(0.2)], [1.0, -1.0]
     )
-    maxima = {name: float(value) for name, value in result.maxima.items()}
-    assert maxima == pytest.approx({"correction/weight_max": 2.0, "mismatch/logprob_diff_max": log(3)})
+    assert float(found.loss.detach()) == pytest.approx((-1.2 * 0.5 + 1.0 * 2.0) / 2)
+    found.loss.backward()
+    assert tokens.learner_logprobs.grad is not None
+    assert tokens.learner_logprobs.grad.tolist() == pytest.approx([0.0, 1.0])
+    assert float(found.parts["policy"]) == pytest.approx(0.7)
+    assert found.diagnostics["pg_clipfrac"].tolist() == [True, False]
+    assert found.diagnostics["ppo_kl"].tolist() == pytest.approx([log(0.2) - log(0.3), 0.0])
+    assert said["weight/applied/mean"] == pytest.approx(1.25)
+    assert said["weight/applied/max"] == pytest.approx(2.0)
+    assert said["weight/moved/mean"] == pytest.approx(0.5)
+    assert said["mismatch/k1/mean"] == pytest.approx((log(0.4) - log(0.2) + log(0.2) - log(0.6)) / 2)
+    assert said["mismatch/k3/mean"] == pytest.approx(((0.5 - 1 - log(0.5)) + (3 - 1 - log(3))) / 2)
+    assert said["mismatch/logprob_difference/max"] == pytest.approx(log(3))
 
 
 def test_on_policy_the_loss_is_minus_the_advantages_and_the_gradient_is_not_zero():
     # The trap: centred advantages sum to a loss of 0 at ratio 1, whatever happens; the gradient tells.
-    batch = token_batch([-1.0, -2.0], [-1.0, -2.0], [-1.0, -2.0], [0.5, -0.5])
-    result = build_recipe(GrpoConfig()).loss(batch)
-    result.loss.backward()
-    assert float(result.loss.detach()) == 0.0
-    assert batch.learner_logprobs.grad is not None
-    assert batch.learner_logprobs.grad.tolist() == [-0.5, 0.5]
+    found, tokens, _ = loss_of([-1.0, -2.0], [-1.0, -2.0], [-1.0, -2.0], [0.5, -0.5])
+    found.loss.backward()
+    assert float(found.loss.detach()) == 0.0
+    assert tokens.learner_logprobs.grad is not None
+    assert tokens.learner_logprobs.grad.tolist() == [-0.25, 0.25]
 
 
-def test_sums_do_not_depend_on_how_tokens_are_split():
+def test_the_loss_does_not_depend_on_how_tokens_are_split():
     # Rows of 1 token with loss 1 and 3 tokens with loss 3: the token mean is 2.5; a mean of means would be 2.
-    recipe = build_recipe(GrpoConfig())
+    counts = Counts(tokens=4, trajectories=2, trained_trajectories=2, groups=1)
 
-    def sum_of(losses):
+    def share(losses):
         zeros = [0.0] * len(losses)
-        return float(recipe.loss(token_batch(zeros, zeros, zeros, [-loss for loss in losses])).loss.detach())
+        return float(loss_of(zeros, zeros, zeros, [-loss for loss in losses], counts)[0].loss.detach())
 
-    assert sum_of([1.0, 3.0, 3.0, 3.0]) / 4 == 2.5
-    assert (sum_of([1.0]) + sum_of([3.0, 3.0, 3.0]) + sum_of([])) / 4 == 2.5
+    assert share([1.0, 3.0, 3.0, 3.0]) == 2.5
+    assert share([1.0]) + share([3.0, 3.0, 3.0]) + share([]) == 2.5
 
 
 def test_group_advantages_keep_their_precision_far_from_zero():
     # Mutation caught: float32 statistics (1e8 + 1 is 1e8 there).
-    found = group_advantages(
-        torch.tensor([1e8, 1e8 + 1], dtype=torch.float64),
-        torch.tensor([0, 0]),
-        divide_by_std=False,
-        std_epsilon=0.0,
-    )
-    assert found.tolist() == [-0.5, 0.5]
+    assert advantages([1e8, 1e8 + 1], scale="none") == [-0.5, 0.5]

@@ -18,9 +18,11 @@ from learner_cases import plain_model, uneven_groups, write_model
 from plain_loop import plain_batch
 from torch import nn
 
+from asyncrl.algorithms.losses.policy import LossTokens
 from asyncrl.config import Config
 from asyncrl.config.recipes import RECIPES
 from asyncrl.learner import critic, model
+from asyncrl.learner.experience import Experience
 from asyncrl.learner.update import PolicyLearner
 from asyncrl.types import Plan, Shard, TrajectoryGroup
 
@@ -46,8 +48,13 @@ class Scenario(NamedTuple):
     max_staleness: int = 2
 
     def config(self, model_path: Path) -> Config:
-        """`reference` lies beside the model."""
-        algorithm = {"reference": {"model": str(model_path.with_name("reference"))}} | self.algorithm
+        """A reference model lies beside the policy's."""
+        algorithm = self.algorithm
+        reads_reference = (
+            "kl_reward" in algorithm or algorithm.get("loss", {}).get("kl", {}).get("reference") == "ref"
+        )
+        if reads_reference and "reference" not in algorithm:
+            algorithm = algorithm | {"reference": {"model": str(model_path.with_name("reference"))}}
         learner = {"optimizer": "sgd", "lr": self.lr, "max_grad_norm": 1e6, "logprob_chunk_tokens": 7}
         return Config.model_validate(
             {
@@ -189,6 +196,17 @@ POLICY_LOSSES: dict[str, dict[str, Any]] = {
 }
 REJECTION = {"statistic": "k3", "over": "mean", "upper": 0.08}
 
+
+def own_loss(tokens: LossTokens, scale: float) -> torch.Tensor:
+    """REINFORCE, `scale` times."""
+    return -scale * tokens.advantages * tokens.learner_logprobs
+
+
+def own_advantages(experience: Experience, shift: float) -> torch.Tensor:
+    """The reward minus a constant."""
+    return experience.segments.spread(experience.batch.rewards[experience.rows]) - shift
+
+
 SCENARIOS: dict[str, Scenario] = {
     **{name: Scenario(policy(**table)) for name, table in POLICY_LOSSES.items()},
     **{
@@ -257,12 +275,12 @@ SCENARIOS: dict[str, Scenario] = {
     "geometric": Scenario({"correction": {"weight": {"level": "geometric"}}}),
     "top_entropy": Scenario({"loss": {"top_entropy_share": 0.4}}),
     "entropy": Scenario({"loss": {"entropy": {"coef": 0.2}}}),
-    "kl_loss": Scenario({"loss": {"kl": {"coef": 0.3, "estimator": "k3"}}}),
+    "kl_loss": Scenario({"loss": {"kl": {"reference": "ref", "coef": 0.3}}}),
     "kl_reward": Scenario({"kl_reward": {"coef": 0.2}}),
     "kl_reward-own_token": Scenario(
         {"kl_reward": {"coef": 0.2}, "advantages": {"type": "grpo", "kl_credit": "own_token"}}
     ),
-    "kl_reward-whiten": Scenario({"type": "reinforce_pp", "kl_reward": {"coef": 0.2, "clip_reward": 0.8}}),
+    "kl_reward-whiten": Scenario({"type": "reinforce_pp", "kl_reward": {"coef": 0.2}}),
     "ppo-critic": Scenario({"type": "ppo", "critic": {"lr": 0.05, "epochs": 3}}),
     "ppo-shared": Scenario({"type": "ppo", "critic": {"shared": True, "coef": 0.5}}),
     "ppo-warmup": Scenario({"type": "ppo", "critic": {"lr": 0.05, "warmup_versions": INDEX + 1}}),
@@ -270,11 +288,34 @@ SCENARIOS: dict[str, Scenario] = {
     "ppo-refreshed": Scenario(
         {"type": "ppo", "critic": {}, "kl_reward": {}, "reference": {"refresh_every": INDEX + 1}}
     ),
-    "ppo-kl": Scenario({"type": "ppo", "critic": {"lr": 0.05}, "kl_reward": {"coef": 0.2}}),
+    "ppo-kl": Scenario(
+        {"type": "ppo", "critic": {"lr": 0.05}, "kl_reward": {"coef": 0.2, "clip_reward": 0.8}}
+    ),
+    "positive": Scenario({"loss": {"ptx": {"positive_coef": 0.2}}}),
+    "custom": Scenario(
+        {
+            "advantages": {
+                "type": "custom",
+                "function": f"{__file__}:own_advantages",
+                "options": {"shift": 0.5},
+            },
+            "loss": {
+                "policy": {"type": "custom", "function": f"{__file__}:own_loss", "options": {"scale": 2.0}}
+            },
+        }
+    ),
     "target_kl": Scenario({"target_kl": 2e-4}, num_epochs=3),
     "remax": Scenario({"type": "remax"}, num_greedy=1),
     "remax-sequences": Scenario(
         {"type": "remax", "loss": {"aggregation": {"mode": "seq-mean-token-mean"}}}, num_greedy=1
+    ),
+    "remax-kept": Scenario(
+        {
+            "type": "remax",
+            "loss": {"aggregation": {"mode": "seq-mean-token-sum"}},
+            "correction": {"rejections": [REJECTION], "denominator": "kept"},
+        },
+        num_greedy=1,
     ),
     "gdpo": Scenario({"advantages": "gdpo"}),
     "gdpo-trl": Scenario({"advantages": {"type": "gdpo", "preset": "trl"}}),

@@ -120,13 +120,15 @@ def grpo_advantages(batch: PlainBatch) -> Tensor:
     return torch.tensor(advantages).float()[batch.trajectory]
 
 
-def token_rewards(batch: PlainBatch, kl: Tensor | None = None, coef: float = 0.0) -> Tensor:
-    """[N]: the reward at each trajectory's last token, minus coef * kl."""
+def token_rewards(
+    batch: PlainBatch, kl: Tensor | None = None, coef: float = 0.0, clip: float = 1e9
+) -> Tensor:
+    """[N]: the reward, cut to +-clip, at each trajectory's last token, minus coef * kl."""
     found = torch.zeros(len(batch.logprobs))
     for row, reward in zip(batch.rows(), batch.rewards, strict=True):
         if len(row):
             assert reward is not None
-            found[row[-1]] = reward
+            found[row[-1]] = min(max(reward, -clip), clip)
     return found if kl is None else found - coef * kl
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from flow_cases import (
     HALVES,
+    REJECTION,
     Scenario,
     near_groups,
     random_heads,
@@ -104,3 +105,9 @@ def sequence_mean(batch: PlainBatch, values: Tensor) -> Tensor:
         if len(row):
             found[row] = values[row].mean()
     return found
+
+
+def kept_by_k3(before: PlainBatch) -> Tensor:
+    """[N] bool, REJECTION: the mean k3 of proximal to rollout over a trajectory."""
+    log_ratio = before.logprobs - before.rollout
+    return sequence_mean(before, log_ratio.expm1() - log_ratio) <= REJECTION["upper"]

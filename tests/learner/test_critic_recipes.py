@@ -196,13 +196,14 @@ def test_kl_in_the_reward_lowers_the_rewards_to_go(flow: Flow):
 
 
 def test_kl_in_the_reward_of_ppo_is_part_of_each_tokens_reward(flow: Flow):
+    # Mutation caught: the clip of the reward after the KL.
     found, _ = flow.train(SCENARIOS["ppo-kl"], "pieces")
     critic, references = PlainCritic(flow.model_path), iter(reference_logprobs(flow))
     with torch.no_grad():
         values = [critic.values(half) for half in flow.halves]
         batches = [plain_batch(critic.causal, half, 0.7) for half in flow.halves]
     raw = [
-        gae(b, token_rewards(b, b.logprobs - next(references), 0.2), v, 1.0, 0.95)
+        gae(b, token_rewards(b, b.logprobs - next(references), 0.2, clip=0.8), v, 1.0, 0.95)
         for b, v in zip(batches, values, strict=True)
     ]
     by_half = iter(whitened(raw))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from flow_cases import (
     INDEX,
-    REJECTION,
     SCENARIOS,
     Scenario,
 )
@@ -25,7 +24,7 @@ from plain_loop import (
     plain_training,
     sgd,
 )
-from recipe_cases import Flow, assert_trained, sequence_mean, tis
+from recipe_cases import Flow, assert_trained, kept_by_k3, sequence_mean, tis
 from torch import Tensor
 
 
@@ -120,6 +119,34 @@ def test_an_aggregation_is_its_formula_over_the_mini_batch(flow: Flow, mode: str
     assert_trained(flow, found, expected)
 
 
+def test_good_answers_are_imitated_besides(flow: Flow):
+    # Mutations caught: all tokens in the denominator; the answers above the group's mean.
+    found, metrics = flow.train(SCENARIOS["positive"], "pieces")
+
+    def loss(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
+        good = torch.tensor([now.rewards[row] > 0 for row in now.trajectory.tolist()])
+        return (clipped(now, before.logprobs, a) * tis(before)).mean() - 0.2 * now.logprobs[good].mean()
+
+    assert_trained(flow, found, plain_training(flow.model_path, flow.halves, loss, num_epochs=2, lr=0.05))
+    assert metrics["actor/positive_loss"] > 0
+
+
+def test_a_loss_and_advantages_of_ones_own_are_trained(flow: Flow):
+    # Mutation caught: options that do not reach the functions.
+    found, _ = flow.train(SCENARIOS["custom"], "pieces")
+    expected = plain_training(
+        flow.model_path,
+        flow.halves,
+        lambda now, before, a: (-2.0 * a * now.logprobs * tis(before)).mean(),
+        advantages=lambda batch: (
+            torch.tensor([batch.rewards[row] for row in batch.trajectory.tolist()]) - 0.5
+        ),
+        num_epochs=2,
+        lr=0.05,
+    )
+    assert_trained(flow, found, expected)
+
+
 def test_an_entropy_bonus_has_the_gradient_of_the_entropy(flow: Flow):
     # Mutations caught: the entropy without its gradient; a penalty.
     found, metrics = flow.train(SCENARIOS["entropy"], "pieces")
@@ -132,12 +159,6 @@ def test_an_entropy_bonus_has_the_gradient_of_the_entropy(flow: Flow):
     )
     assert_trained(flow, found, expected)
     assert metrics["actor/entropy_loss"] == pytest.approx(-0.2 * metrics["actor/entropy"], rel=0.05)
-
-
-def _kept(before: PlainBatch) -> Tensor:
-    """REJECTION: the mean k3 of proximal to rollout over a trajectory."""
-    log_ratio = before.logprobs - before.rollout
-    return sequence_mean(before, log_ratio.expm1() - log_ratio) <= REJECTION["upper"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +178,7 @@ def test_rejected_tokens_leave_the_denominator_that_is_known_afterwards(flow: Fl
     found, metrics = flow.train(scenario, "pieces")
 
     def loss(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
-        kept = _kept(before)
+        kept = kept_by_k3(before)
         return (clipped(now, before.logprobs, a) * tis(before) * kept).sum() / divisor(now, kept)
 
     assert_trained(flow, found, plain_training(flow.model_path, flow.halves, loss, num_epochs=2, lr=0.05))

@@ -18,7 +18,7 @@ from plain_loop import (
     clipped,
     plain_training,
 )
-from recipe_cases import Flow, assert_trained, tis, whitened
+from recipe_cases import Flow, assert_trained, kept_by_k3, tis, whitened
 from torch import Tensor
 
 
@@ -41,11 +41,17 @@ def test_remax_compares_with_the_greedy_reward_and_does_not_count_it_as_a_trajec
             [batch.rewards[r] - greedy[int(batch.group[r])] for r in batch.trajectory.tolist()]
         )
 
-    for name, mode in (("remax", "token-mean"), ("remax-sequences", "seq-mean-token-mean")):
+    for name, mode in (
+        ("remax", "token-mean"),
+        ("remax-sequences", "seq-mean-token-mean"),
+        ("remax-kept", "seq-mean-token-sum"),
+    ):
         found, _ = flow.train(SCENARIOS[name], "pieces")
 
         def loss(now: PlainBatch, before: PlainBatch, a: Tensor, mode: str = mode) -> Tensor:
             of_tokens = clipped(now, before.logprobs, a) * tis(before)
+            if mode == "seq-mean-token-sum":
+                of_tokens = of_tokens * kept_by_k3(before)
             share = AGGREGATED[mode](now, of_tokens)
             sampled = now.num_trajectories - int(now.group.max()) - 1
             return share if mode == "token-mean" else share * now.num_trajectories / sampled

@@ -9,8 +9,6 @@ whitening.py   over all tokens of the batch, from sums that ranks add
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from asyncrl.algorithms.advantages.components import component_advantages
 from asyncrl.algorithms.advantages.credit import minus_kl, token_rewards
 from asyncrl.algorithms.advantages.gae import generalised_advantages, length_adaptive_lambda
@@ -26,7 +24,6 @@ __all__ = [
     "Moments",
     "component_advantages",
     "generalised_advantages",
-    "group_advantages",
     "group_baselines",
     "group_scales",
     "length_adaptive_lambda",
@@ -38,11 +35,3 @@ __all__ = [
     "token_rewards",
     "whiten",
 ]
-
-
-def group_advantages(
-    rewards: Tensor, group_index: Tensor, *, divide_by_std: bool, std_epsilon: float
-) -> Tensor:
-    """GRPO's advantages (or Dr. GRPO's, without the division): `outcome_advantages`, [R] -> [R] float32."""
-    scale = "std" if divide_by_std else "none"
-    return outcome_advantages(rewards, group_index, scale=scale, epsilon=std_epsilon).float()

@@ -9,7 +9,7 @@ aggregation.py  weights of tokens, and the denominator    values.py    the criti
 """
 
 from asyncrl.algorithms.losses.aggregation import Counts, aggregate, aggregation_weights, denominator
-from asyncrl.algorithms.losses.ppo import clipped_policy_loss, clipped_surrogate
+from asyncrl.algorithms.losses.ppo import clipped_surrogate
 from asyncrl.algorithms.losses.ratios import MAX_LOG_RATIO, bounded_exp, importance_ratio
 from asyncrl.algorithms.losses.token_loss import TokenLoss
 
@@ -20,7 +20,6 @@ __all__ = [
     "aggregate",
     "aggregation_weights",
     "bounded_exp",
-    "clipped_policy_loss",
     "clipped_surrogate",
     "denominator",
     "importance_ratio",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.losses.ratios import bounded_exp
 from asyncrl.algorithms.losses.token_loss import TokenLoss
 
 
@@ -37,20 +36,3 @@ def clipped_surrogate(
         diagnostics["pg_clipfrac_lower"] = (advantages < 0) & (loss > bound)
         loss = torch.where(advantages < 0, loss.minimum(bound), loss)
     return TokenLoss(loss, diagnostics)
-
-
-def clipped_policy_loss(
-    learner_logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate of the token ratio exp(learner - proximal); [N] each.
-
-    Returns (loss [N], clipped [N] bool: where the clip decides the loss, and so cuts the gradient).
-    """
-    ratio = bounded_exp(learner_logprobs - proximal_logprobs)
-    loss, diagnostics = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
-    return loss, diagnostics["pg_clipfrac"]
