@@ -49,6 +49,22 @@ def test_the_first_result_wins_and_later_ones_are_duplicates():
     assert book.num_finished == 1
 
 
+def test_a_filtered_group_makes_room_for_the_next_and_is_a_duplicate_when_it_comes_again():
+    # Mutations: not consumed (its second copy is looked for among the lost leases); still outstanding.
+    book = ledger(batch_size=1)
+    book.grant(A, 0)
+    assert book.grant(A, 0) is None
+    assert book.accept(finished(0), is_filtered=True) is Verdict.ACCEPTED
+    assert (book.outstanding, book.num_filtered_in_a_row, book.consumed.frontier) == (0, 1, 1)
+    assert book.accept(finished(0), is_filtered=True) is Verdict.DUPLICATE
+    lease = book.grant(A, 0)
+    assert lease is not None
+    assert lease.ordinal == 1
+    assert [one.ordinal for one in book.take_untrainable()] == [0]
+    assert book.accept(finished(1)) is Verdict.ACCEPTED
+    assert (book.num_filtered_in_a_row, book.counts["groups_filtered"]) == (0, 1)
+
+
 def test_a_result_of_a_lost_lease_counts_and_is_not_leased_again():
     # Mutation: leaving the ordinal in the lost heap trains it twice.
     book = ledger()
