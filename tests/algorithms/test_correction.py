@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from asyncrl.algorithms.correction import Policies, correct, importance_weights, log_linear_proximal, report
+from asyncrl.algorithms.correction import Policies, correct, log_linear_proximal, report
 from asyncrl.algorithms.segments import Segments
-from asyncrl.config import NoCorrection, TruncatedImportanceSampling
 from asyncrl.config.correction_presets import CORRECTION_PRESETS
 from asyncrl.config.corrections import OffPolicyCorrection
 
@@ -77,14 +76,6 @@ def test_batch_normalisation_is_over_tokens_or_trajectories():
     for level, mean in (("token", 1.625), ("sequence", 1.25)):
         found = corrected(ratios, counts, weight={"level": level, "batch_normalize": True})
         assert found.weights.tolist() == pytest.approx([2 / mean] * 3 + [0.5 / mean])
-
-
-def test_the_old_function_is_token_level_truncation():
-    proximal, rollout = torch.tensor([0.0, -1.0]), torch.tensor([-1.0, -1.0])
-    weights, truncated = importance_weights(proximal, rollout, TruncatedImportanceSampling(cap=2.0))
-    assert weights.tolist() == [2.0, 1.0]
-    assert truncated.tolist() == [True, False]
-    assert importance_weights(proximal, rollout, NoCorrection())[0].tolist() == [1.0, 1.0]
 
 
 # The log-linear proximal policy
