@@ -229,6 +229,41 @@ def gradients(bench: Bench, dtype: str) -> Figure:
     return {"largest_relative_error": worst, "tolerance": GRADIENT_TOLERANCE[dtype]}
 
 
+def options(bench: Bench) -> Figure:
+    """What changes the cost of an update and not its gradient; adapters; a critic and a reference model."""
+    path = write_model(bench.folder / "options", "llama", True)
+    shard = shard_of(uneven_groups(), [[[0, 1, 2], [3, 4]]])
+
+    def trained(learner_table: dict[str, Any], algorithm: Any = "grpo") -> tuple[Any, Any, dict[str, float]]:
+        table = {"optimizer": "sgd", "lr": 0.1, "dtype": "float32", "logprob_chunk_tokens": 7} | learner_table
+        config = Config.model_validate({"learner": table, "algorithm": algorithm})
+        learner = PolicyLearner(path, config, mesh=bench.mesh)
+        found = record_gradients(learner)
+        return learner, found, learner.update(shard)
+
+    _, expected, _ = trained({})
+    tried = [{"activation_checkpointing": True}] + [{"offload": True}] * bench.on_gpu
+    for option in tried:
+        _, found, _ = trained(option)
+        for name, gradient in expected.items():
+            error = float((found[name].cpu() - gradient.cpu()).norm() / gradient.norm().cpu())
+            assert error < 1e-5, f"{option} {name}: relative error {error:.2e}"
+    learner, found, _ = trained({"lora": {"rank": 4}})
+    assert all("lora_" in name for name in found), sorted(found)
+    merged = weights(learner)
+    moved = [
+        name
+        for name, rows in weights(PolicyLearner(path, bench.config, mesh=bench.mesh)).items()
+        if not torch.equal(rows, merged[name])
+    ]
+    assert moved, "no merged weight differs from the model's"
+    assert all(name.endswith("_proj.weight") for name in moved), moved
+    _, _, metrics = trained({}, {"type": "ppo", "kl_reward": {"coef": 0.1}, "critic": {"lr": 0.1}})
+    assert metrics["actor/reward_kl_penalty"] == 0.0, "the reference is the policy itself"
+    assert 0 < metrics["critic/vf_loss"] < float("inf"), metrics
+    return {"same_gradient": [next(iter(option)) for option in tried], "vf_loss": metrics["critic/vf_loss"]}
+
+
 def adamw(bench: Bench) -> Figure:
     """Three fused steps on the device against torch's plain AdamW on the CPU, given the same gradients."""
     table = {"lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 1e6, "dtype": "float32"}
@@ -538,6 +573,7 @@ CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "collectives": collectives,
     "gradients_float32": lambda bench: gradients(bench, "float32"),
     "gradients_bfloat16": lambda bench: gradients(bench, "bfloat16"),
+    "options": options,
     "adamw": adamw,
     "logprob_memory": logprob_memory,
     "update": update,

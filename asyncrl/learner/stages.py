@@ -159,25 +159,23 @@ def advantage(experience: Experience, context: StageContext) -> None:
     """advantages, and returns where there is a critic."""
     config, columns, segments = context.config.advantages, experience.columns, experience.segments
     batch, kl_reward = experience.batch, context.config.kl_reward
+    rewards, greedy_rewards = batch.rewards, batch.greedy_rewards
+    if kl_reward is not None and (clip := kl_reward.clip_reward) is not None:
+        rewards = rewards.clamp(-clip, clip)
+        greedy_rewards = None if greedy_rewards is None else greedy_rewards.clamp(-clip, clip)
     if isinstance(config, GaeAdvantages | TokenBaselineAdvantages):
-        clip = None if kl_reward is None else kl_reward.clip_reward
-        rewards = token_rewards(
-            batch.rewards[experience.rows].nan_to_num(),  # of the unscored, which have no token here
-            segments,
-            kl=columns.kl,
-            kl_coef=columns.kl_coef,
-            clip=None if clip is None else (-clip, clip),
-        ).float()
+        mine = rewards[experience.rows].nan_to_num()  # of the unscored, which have no token here
+        of_tokens = token_rewards(mine, segments, kl=columns.kl, kl_coef=columns.kl_coef).float()
         if isinstance(config, GaeAdvantages):
             assert columns.values is not None
             columns.advantages, columns.returns = critic_advantages(
-                config, rewards, columns.values, segments, positions=columns.positions
+                config, of_tokens, columns.values, segments, positions=columns.positions
             )
             return
         assert columns.learner_logprobs is not None
         columns.advantages, columns.returns = token_baseline_advantages(
             config,
-            rewards,
+            of_tokens,
             columns.learner_logprobs,
             fill(experience, context.models.sum_pi_squared),
             segments,
@@ -195,10 +193,10 @@ def advantage(experience: Experience, context: StageContext) -> None:
     else:
         whole = trajectory_advantages(
             config,
-            batch.rewards,
+            rewards,
             batch.group_index,
             lengths=batch.num_trained_tokens,
-            greedy_rewards=batch.greedy_rewards,
+            greedy_rewards=greedy_rewards,
         )
     mine = whole[experience.rows].float()
     if isinstance(config, ComponentAdvantages | PassAtKAdvantages):

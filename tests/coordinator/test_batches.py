@@ -134,6 +134,53 @@ def test_groups_are_dealt_to_mini_batches_in_turn():
     assert plan.positions_of(0) == [0, 2, 4, 1, 3]
 
 
+def test_a_shuffled_deal_is_a_function_of_seed_and_batch_and_keeps_the_sizes():
+    # Mutations: a generator that goes on from batch to batch; the same order in every batch; ranks or microbatches
+    # that get the shuffled order as well, which the balance would not survive.
+    groups = [group(i, trajectory([0] * (3 * i % 7 + 1))) for i in range(11)]
+
+    def dealt(index: int, seed: int | None, num_ranks: int = 1) -> list[set[int]]:
+        plan = plan_batch(
+            index, groups, num_ranks=num_ranks, max_tokens=30, num_minibatches=3, shuffle_seed=seed
+        )
+        for minibatch in plan.minibatches:
+            assert all(microbatch == sorted(microbatch) for of_rank in minibatch for microbatch in of_rank)
+        return [{p for of_rank in m for microbatch in of_rank for p in microbatch} for m in plan.minibatches]
+
+    assert dealt(4, 7) == dealt(4, 7) == dealt(4, 7, num_ranks=3)
+    assert dealt(4, 7) not in (dealt(5, 7), dealt(4, 8), dealt(4, None))
+    assert [len(part) for part in dealt(4, 7)] == [4, 4, 3]
+    assert set.union(*dealt(4, 7)) == set(range(11))
+    several = {p for index in range(30) for p in dealt(index, 7)[0]}
+    assert several == set(range(11))
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4), min_size=1, max_size=12),
+    num_ranks=st.integers(1, 4),
+    max_tokens=st.integers(10, 200),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_plan_is_the_same_in_every_process(
+    lengths: list[list[int]], num_ranks: int, max_tokens: int, seed: int | None
+):
+    # Mutation: ties of the balance broken by identity or hash.
+    def planned() -> Plan:
+        groups = [group(i, *(trajectory([0] * n) for n in of_group)) for i, of_group in enumerate(lengths)]
+        return plan_batch(3, groups, num_ranks=num_ranks, max_tokens=max_tokens, shuffle_seed=seed)
+
+    assert planned() == planned()
+    assert planned().digest == planned().digest
+
+
+def test_what_no_weights_sampled_does_not_make_a_group_older():
+    # Mutation: the oldest version over observations too, which have none (-1).
+    turns = group(1, trajectory([-1, 4, 4, -1], mask=[0, 1, 1, 0]), trajectory([-1], mask=[0]))
+    assert turns.first_version == describe_finished(turns).first_version == 4
+    assert group(1, trajectory([-1], mask=[0])).first_version == 0
+
+
 def test_ranks_are_balanced_by_tokens_not_by_number_of_groups():
     # Mutation: round robin gives rank 0 the two long groups.
     groups = [group(i, trajectory([0] * n)) for i, n in enumerate([90, 10, 90, 10])]

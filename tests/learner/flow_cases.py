@@ -49,12 +49,11 @@ class Scenario(NamedTuple):
 
     def config(self, model_path: Path) -> Config:
         """A reference model lies beside the policy's."""
-        algorithm = self.algorithm
-        reads_reference = (
-            "kl_reward" in algorithm or algorithm.get("loss", {}).get("kl", {}).get("reference") == "ref"
-        )
-        if reads_reference and "reference" not in algorithm:
-            algorithm = algorithm | {"reference": {"model": str(model_path.with_name("reference"))}}
+        algorithm = dict(self.algorithm)
+        kl = algorithm.get("loss", {}).get("kl", {"reference": ""})
+        if "kl_reward" in algorithm or kl.get("reference", "ref") == "ref":
+            beside = {"model": str(model_path.with_name("reference"))}
+            algorithm["reference"] = beside | algorithm.get("reference", {})
         learner = {"optimizer": "sgd", "lr": self.lr, "max_grad_norm": 1e6, "logprob_chunk_tokens": 7}
         return Config.model_validate(
             {
@@ -275,12 +274,12 @@ SCENARIOS: dict[str, Scenario] = {
     "geometric": Scenario({"correction": {"weight": {"level": "geometric"}}}),
     "top_entropy": Scenario({"loss": {"top_entropy_share": 0.4}}),
     "entropy": Scenario({"loss": {"entropy": {"coef": 0.2}}}),
-    "kl_loss": Scenario({"loss": {"kl": {"reference": "ref", "coef": 0.3}}}),
+    "kl_loss": Scenario({"loss": {"kl": {"coef": 0.3}}}),
     "kl_reward": Scenario({"kl_reward": {"coef": 0.2}}),
     "kl_reward-own_token": Scenario(
         {"kl_reward": {"coef": 0.2}, "advantages": {"type": "grpo", "kl_credit": "own_token"}}
     ),
-    "kl_reward-whiten": Scenario({"type": "reinforce_pp", "kl_reward": {"coef": 0.2}}),
+    "kl_reward-whiten": Scenario({"type": "reinforce_pp", "kl_reward": {"coef": 0.2, "clip_reward": 0.8}}),
     "ppo-critic": Scenario({"type": "ppo", "critic": {"lr": 0.05, "epochs": 3}}),
     "ppo-shared": Scenario({"type": "ppo", "critic": {"shared": True, "coef": 0.5}}),
     "ppo-warmup": Scenario({"type": "ppo", "critic": {"lr": 0.05, "warmup_versions": INDEX + 1}}),

@@ -244,7 +244,8 @@ def record_gradients(learner: PolicyLearner) -> dict[str, torch.Tensor]:
 
     def step(version: int, number: int, *, scale: float) -> tuple[float, float]:
         for name, parameter in learner._models.policy.transformer.named_parameters():
-            recorded[name] = parameter.grad.to_local() * scale
+            if parameter.grad is not None:  # a model's own weights have none beneath adapters
+                recorded[name] = parameter.grad.to_local() * scale
         return take_step(version, number, scale=scale)
 
     optimizer.step = step

@@ -195,6 +195,27 @@ def test_kl_in_the_reward_lowers_the_rewards_to_go(flow: Flow):
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(float(torch.stack(means).mean()), rel=1e-4)
 
 
+def test_rewards_are_cut_before_advantages_of_the_outcome_too(flow: Flow):
+    # Mutation caught: the cut of PPO alone.
+    found, _ = flow.train(SCENARIOS["kl_reward-whiten"], "pieces")
+    raw = []
+    for batch, reference in zip(flow.at_start(), reference_logprobs(flow), strict=True):
+        rewards = token_rewards(batch, batch.logprobs - reference, 0.2, clip=0.8)
+        raw.append(torch.zeros_like(rewards))
+        for row in batch.rows():
+            raw[-1][row] = rewards[row].flip(0).cumsum(0).flip(0)
+    by_half = iter(whitened(raw))
+    expected = plain_training(
+        flow.model_path,
+        flow.halves,
+        lambda now, before, a: (clipped(now, before.logprobs, a) * tis(before)).mean(),
+        advantages=lambda _: next(by_half),
+        num_epochs=2,
+        lr=0.05,
+    )
+    assert_trained(flow, found, expected)
+
+
 def test_kl_in_the_reward_of_ppo_is_part_of_each_tokens_reward(flow: Flow):
     # Mutation caught: the clip of the reward after the KL.
     found, _ = flow.train(SCENARIOS["ppo-kl"], "pieces")

@@ -313,9 +313,11 @@ def with_wide_integer() -> list[Frame]:
     return [raw.replace(b"\xa7ordinal\x07", b"\xa7ordinal\xcd\x00\x07"), *frames[1:]]
 
 
-def lease(seeds: list[int] | None = None, row: Any = None, prompt_ids: Int32 | None = None) -> list[Frame]:
+def lease(
+    seeds: list[int] | None = None, row: Any = None, prompt_ids: Int32 | None = None, num_greedy: int = 0
+) -> list[Frame]:
     ids = np.array([1], np.int32) if prompt_ids is None else prompt_ids
-    return encode(header(Lease(0, 0, seeds or [1, 2], row or {})), (), ids)
+    return encode(header(Lease(0, 0, seeds or [1, 2], row or {}, num_greedy)), (), ids)
 
 
 def a_batch(**changes: Any) -> list[Frame]:
@@ -461,6 +463,8 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "body.group.trajectories[1].token_ids[0]",
         "444",
     ),
+    "greedy requests": (lambda: lease(num_greedy=-1), "body.num_greedy", "-1"),
+    "only greedy requests": (lambda: lease(num_greedy=2), "body.num_greedy", "2"),
     "lease seeds": (lambda: lease(seeds=[1]), "body.seeds length", "1"),
     "lease seed": (lambda: lease(seeds=[1, 2**63]), "body.seeds[1]", str(2**63)),
     "lease prompt": (lambda: lease(prompt_ids=np.array([-1], np.int32)), "prompt_ids[0]", "-1"),
