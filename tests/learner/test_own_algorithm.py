@@ -83,7 +83,7 @@ def test_the_pages_recipe_trains_what_its_code_says(folder: Path):
         corrected = (proximal - tokens.rollout_logprobs).exp().clamp(max=2.0)
         loss = (-advantages * 0.1 * ((ratio - 1) / 0.1).tanh() * corrected).mean()
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.5 * parameter.grad
