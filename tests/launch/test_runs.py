@@ -46,6 +46,9 @@ def is_documented(metric: str) -> bool:
     if area == "reward":
         return name == "exact_match/mean"
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    if by_age := re.fullmatch(r"(.*)/staleness_\d+", name):
+        listed = re.findall(rf"`{area}/(?:\{{([^}}]*)\}}|(\w+))/staleness_<n>`", text)
+        return by_age[1] in {one for many, single in listed for one in (many or single).split(",")}
     parts = name.rsplit("/", 1)
     prefix = f"`{area}/" + (f"{parts[0]}/" if len(parts) > 1 else "")
     listed = re.findall(re.escape(prefix) + r"(?:\{([^}]*)\}|([\w*]+))`", text)
