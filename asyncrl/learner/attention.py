@@ -22,18 +22,31 @@ from asyncrl.errors import LearnerError
 ATTENTION_NAME = "asyncrl_group"
 
 
+MAX_PADDED_SHARE = {"cpu": 1.1, "cuda": 1.5}
+"""Completions share one attention call while its padded slots are at most so many times their tokens. A call more costs
+little on a CPU; a GPU likes few and large ones."""
+
+
+@dataclass(slots=True, frozen=True)
+class CompletionBucket:
+    """Completions of a group of about equal length, which attend together."""
+
+    num_completions: int
+    padded_index: Tensor | None
+    """[C * L] position, among the group's packed completion tokens, of each padded slot (L is the longest
+    length). Slots past a completion's end repeat its last token. None for all of a group, of one length."""
+
+
 @dataclass(slots=True, frozen=True)
 class GroupSpan:
     """Where one group lies in the packed row: `prompt_length` tokens, then its completions end to end."""
 
     prompt_length: int
-    completion_lengths: tuple[int, ...]
-    """Every one is at least 1."""
-    padded_index: Tensor | None
-    """[C * L] position, among the group's packed completion tokens, of each padded slot (L is the longest
-    length). Slots past a completion's end repeat its last token. None when all are of one length."""
+    num_completion_tokens: int
+    buckets: tuple[CompletionBucket, ...]
     packed_index: Tensor | None
-    """[sum of lengths] the inverse: the padded slot of each packed completion token."""
+    """[sum of lengths] the slot of each packed completion token, among those of all buckets end to end. None where
+    they are in order already."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,20 +63,43 @@ class GroupLayout:
 
 def lay_out_groups(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> GroupLayout:
     """The layout of groups given as (prompt length, lengths of the completions that have tokens)."""
-    spans = tuple(_span(prompt_length, tuple(lengths), device) for prompt_length, lengths in groups)
-    pieces = [length for span in spans for length in (span.prompt_length, sum(span.completion_lengths))]
+    spans = tuple(_span(prompt_length, list(lengths), device) for prompt_length, lengths in groups)
+    pieces = [length for span in spans for length in (span.prompt_length, span.num_completion_tokens)]
     return GroupLayout(spans, pieces)
 
 
-def _span(prompt_length: int, lengths: tuple[int, ...], device: torch.device) -> GroupSpan:
+def _span(prompt_length: int, lengths: list[int], device: torch.device) -> GroupSpan:
+    total = sum(lengths)
     if len(set(lengths)) < 2:
-        return GroupSpan(prompt_length, lengths, None, None)
-    length = torch.tensor(lengths)[:, None]  # [C, 1]
-    slot = torch.arange(max(lengths))[None, :]  # [1, L]
-    start = length.cumsum(0) - length
-    padded_index = (start + slot.minimum(length - 1)).flatten()
-    packed_index = (slot < length).flatten().nonzero().flatten()
-    return GroupSpan(prompt_length, lengths, padded_index.to(device), packed_index.to(device))
+        bucket = CompletionBucket(len(lengths), None)
+        return GroupSpan(prompt_length, total, (bucket,) if lengths else (), None)
+    start = torch.tensor([0, *lengths]).cumsum(0)
+    buckets, order = [], []
+    for members in bucket_by_length(lengths, MAX_PADDED_SHARE[device.type]):
+        length = torch.tensor([lengths[i] for i in members])[:, None]  # [C, 1]
+        slot = torch.arange(int(length.max()))[None, :]  # [1, L]
+        padded_index = (start[members][:, None] + slot.minimum(length - 1)).flatten()
+        order.append(torch.where(slot < length, padded_index.view(len(members), -1), total).flatten())
+        buckets.append(CompletionBucket(len(members), padded_index.to(device)))
+    packed_index = torch.cat(order).argsort(stable=True)[:total]  # padding sorts behind every token
+    return GroupSpan(prompt_length, total, tuple(buckets), packed_index.to(device))
+
+
+def bucket_by_length(lengths: Sequence[int], max_padded_share: float) -> list[list[int]]:
+    """Indices of completions, longest first, in buckets whose padded slots are at most `max_padded_share` times their
+    tokens; within a bucket in their order."""
+    buckets: list[list[int]] = []
+    tokens = 0
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if buckets:
+            slots = (len(buckets[-1]) + 1) * lengths[buckets[-1][0]]
+            if slots <= max_padded_share * (tokens + lengths[i]):
+                buckets[-1].append(i)
+                tokens += lengths[i]
+                continue
+        buckets.append([i])
+        tokens = lengths[i]
+    return [sorted(bucket) for bucket in buckets]
 
 
 def group_attention(
@@ -105,11 +141,14 @@ def group_attention(
     for i, span in enumerate(group_layout.spans):
         prompt = 2 * i
         pieces.append(_attend_prompt(queries[prompt], keys[prompt], values[prompt], scaling))
-        if span.completion_lengths:
-            q, k, v = (_pad(x[prompt + 1], span) for x in (queries, keys, values))
+        outputs: list[Tensor] = []
+        for bucket in span.buckets:
+            q, k, v = (_pad(x[prompt + 1], bucket) for x in (queries, keys, values))
             out = _attend_completions(q, keys[prompt], k, values[prompt], v, scaling)
-            out = out.flatten(0, 1)
-            pieces.append(out if span.packed_index is None else out.index_select(0, span.packed_index))
+            outputs.append(out.flatten(0, 1))
+        if span.packed_index is not None:
+            outputs = [torch.cat(outputs).index_select(0, span.packed_index)]
+        pieces += outputs
     return torch.cat(pieces).unsqueeze(0), None
 
 
@@ -118,11 +157,11 @@ def _cut(x: Tensor, piece_lengths: list[int]) -> tuple[Tensor, ...]:
     return x[0].transpose(0, 1).split(piece_lengths)
 
 
-def _pad(x: Tensor, span: GroupSpan) -> Tensor:
-    """[sum of lengths, H, D] -> [C, L, H, D]."""
-    if span.padded_index is not None:
-        x = x.index_select(0, span.padded_index)
-    return x.unflatten(0, (len(span.completion_lengths), -1))
+def _pad(x: Tensor, bucket: CompletionBucket) -> Tensor:
+    """[sum of lengths, H, D] of the group -> [C, L, H, D] of the bucket."""
+    if bucket.padded_index is not None:
+        x = x.index_select(0, bucket.padded_index)
+    return x.unflatten(0, (bucket.num_completions, -1))
 
 
 def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

