@@ -185,10 +185,11 @@ class Plan(msgspec.Struct, frozen=True):
 
     def num_trained_tokens_of(self, minibatch: int) -> int:
         """Over all ranks: what the mini-batch's loss is divided by."""
-        positions = [
-            p for of_rank in self.minibatches[minibatch] for microbatch in of_rank for p in microbatch
-        ]
-        return sum(sum(self.num_trained_tokens[p]) for p in positions)
+        return sum(sum(self.num_trained_tokens[p]) for p in self.positions_in(minibatch))
+
+    def positions_in(self, minibatch: int) -> list[int]:
+        """The groups of a mini-batch, over all ranks."""
+        return [p for of_rank in self.minibatches[minibatch] for microbatch in of_rank for p in microbatch]
 
     def positions_of(self, rank: int) -> list[int]:
         """The groups of a rank in the order of its shard: by mini-batch, then by microbatch."""

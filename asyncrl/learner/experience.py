@@ -140,6 +140,10 @@ class Experience:
         for minibatch in self.minibatches:
             yield from minibatch
 
+    def num_tokens_of(self, minibatch: int) -> int:
+        """This rank's trained tokens of a mini-batch."""
+        return sum(m.tokens.stop - m.tokens.start for m in self.minibatches[minibatch])
+
     def segments_of(self, microbatch: Microbatch) -> Segments:
         """Its tokens, and its trajectories counted from 0."""
         first, last = microbatch.trajectories.start, microbatch.trajectories.stop

@@ -102,7 +102,7 @@ def loss_tokens(
         selected=None if experience.selected is None else experience.selected[part],
         positive=segments.spread(experience.batch.rewards[experience.rows[first]] > 0),
     )
-    if config.correction.denominator == "kept" and config.correction.rejections:
+    if scales_afterwards(config):
         tokens = tokens.only(correction.counted)
     return tokens, correction
 

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.config import Config
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.experience import Microbatch
 from asyncrl.learner.mesh import shard_group
-from asyncrl.learner.model import load_policy
+from asyncrl.learner.model import as_shards, load_policy
 from asyncrl.learner.reference import BaseReference, Reference
 from asyncrl.models.source import resolve_model
 
@@ -58,11 +57,10 @@ class RankModels:
 
     def reshard(self) -> None:
         """Back to this rank's shards: a forward pass without a backward pass leaves FSDP's root gathered."""
-        critic = None if self.critic is None else self.critic.model
-        reference = None if self.reference is None else self.reference.model
-        for model in (self.policy, critic, reference):
-            if isinstance(model, FSDPModule):
-                model.reshard()
+        for holder in (self.critic, self.reference):
+            if holder is not None:
+                as_shards(holder.model)
+        as_shards(self.policy)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()

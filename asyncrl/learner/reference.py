@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config import Config
 from asyncrl.learner.lora import without_adapters
-from asyncrl.learner.model import PolicyModel, as_shards, load_policy
+from asyncrl.learner.model import PolicyModel, load_policy
 from asyncrl.learner.packing import PackedMicrobatch
 
 
@@ -37,8 +37,6 @@ class Reference:
         """Takes the policy's weights where `version` is one in `refresh_every`. This rank's shards only."""
         if not self._refresh_every or version % self._refresh_every:
             return
-        as_shards(self.model)
-        as_shards(policy)
         for mine, theirs in zip(
             self.model.transformer.parameters(), policy.transformer.parameters(), strict=True
         ):

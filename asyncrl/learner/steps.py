@@ -58,7 +58,7 @@ class PolicySteps:
     def _backward(self, experience: Experience, plan: Plan, number: int, totals: Totals) -> float | None:
         """The gradient of a mini-batch, but for the factor that is returned; None where its KL is over the target."""
         algorithm = self._config.algorithm
-        counts = counts_of(plan, number)
+        counts, positive_tokens = counts_of(plan, number), positive_tokens_of(plan, number)
         counted, kl_sums = NONE, torch.zeros(2, dtype=torch.float64, device=experience.rows.device)
         for microbatch in experience.minibatches[number]:
             output = self._models.policy(microbatch.pack())
@@ -72,7 +72,7 @@ class PolicySteps:
                 counts,
                 totals,
                 max_staleness=self._config.max_staleness,
-                positive_tokens=positive_tokens_of(plan, number),
+                positive_tokens=positive_tokens,
             )
             loss = step.loss
             if output.values is not None:
@@ -85,7 +85,7 @@ class PolicySteps:
         if scales_afterwards(algorithm):
             total = Counts(*self._models.all_reduce(counted.tensor(kl_sums.device)).tolist())
             scale = _one_over(replace(total, trajectories=counts.trajectories), algorithm.loss.aggregation)
-        own_tokens = float(sum(m.tokens.stop - m.tokens.start for m in experience.minibatches[number]))
+        own_tokens = experience.num_tokens_of(number)
         totals.close_step(scale=scale, step_tokens=counts.tokens, own_tokens=own_tokens)
         if algorithm.target_kl is not None:
             kl, num_tokens = self._models.all_reduce(kl_sums).tolist()
@@ -128,7 +128,7 @@ class CriticSteps:
                     values = critic.model(microbatch.pack())
                     loss = critic_loss(self._config.loss, experience, microbatch, values, counts, totals)
                     (loss * self._num_ranks).backward()
-                own_tokens = float(sum(m.tokens.stop - m.tokens.start for m in microbatches))
+                own_tokens = experience.num_tokens_of(number)
                 totals.close_step(scale=1.0, step_tokens=counts.tokens, own_tokens=own_tokens)
                 norm, lr = critic.optimizer.step(plan.index, len(norms) + 1)
                 norms.append(norm)
@@ -178,11 +178,10 @@ def value_metrics(experience: Experience, models: RankModels) -> dict[str, float
 
 def positive_tokens_of(plan: Plan, minibatch: int) -> float:
     """Trained tokens of a mini-batch, over all ranks, of trajectories with a reward above 0."""
-    positions = [p for of_rank in plan.minibatches[minibatch] for microbatch in of_rank for p in microbatch]
     return float(
         sum(
             count
-            for p in positions
+            for p in plan.positions_in(minibatch)
             for count, reward in zip(plan.num_trained_tokens[p], plan.rewards[p], strict=True)
             if reward is not None and reward > 0
         )
@@ -191,8 +190,7 @@ def positive_tokens_of(plan: Plan, minibatch: int) -> float:
 
 def counts_of(plan: Plan, minibatch: int) -> Counts:
     """Of a mini-batch, over all ranks. Greedy rollouts are no trajectories of it."""
-    positions = [p for of_rank in plan.minibatches[minibatch] for microbatch in of_rank for p in microbatch]
-    trained = [plan.num_trained_tokens[p] for p in positions]
+    trained = [plan.num_trained_tokens[p] for p in plan.positions_in(minibatch)]
     trained = [group[: len(group) - plan.num_greedy] for group in trained]
     return Counts(
         tokens=float(sum(sum(group) for group in trained)),
