@@ -49,6 +49,7 @@ from learner_cases import (  # pyright: ignore[reportMissingImports]
     weights,
     write_model,
 )
+from torch import Tensor
 from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -56,11 +57,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from asyncrl.config import Config, RolloutConfig
 from asyncrl.errors import first_cause
 from asyncrl.launch.resources import count_gpus
+from asyncrl.learner.attention import GroupLayout, attend_padded
 from asyncrl.learner.logprobs import linear_logprobs
 from asyncrl.learner.mesh import make_mesh
 from asyncrl.learner.model import decoder_blocks
 from asyncrl.learner.publish import SnapshotPublisher
 from asyncrl.learner.update import PolicyLearner
+from asyncrl.learner.varlen_attention import attend_varlen, has_varlen_kernel
 from asyncrl.types import SamplingSpec, Shard, TrajectoryGroup
 from asyncrl.weight_sync.manifest import Manifest, lay_out
 from asyncrl.weight_sync.snapshot import SnapshotWriter, bytes_free, map_readonly, verify
@@ -227,6 +230,46 @@ def gradients(bench: Bench, dtype: str) -> Figure:
             assert error < GRADIENT_TOLERANCE[dtype], f"{kind} {name}: relative error {error:.2e}"
             worst = max(worst, error)
     return {"largest_relative_error": worst, "tolerance": GRADIENT_TOLERANCE[dtype]}
+
+
+def attention(bench: Bench) -> Figure:
+    """Attention without padding, in bfloat16, against padded groups in float32; and the time of both in bfloat16."""
+    if not bench.on_gpu:
+        raise Skipped(
+            "the kernel is a GPU's; tests/learner/test_varlen_attention.py puts a plain one in its place"
+        )
+    torch.manual_seed(3)
+    lengths = (256 * torch.randn(16, 8).mul(0.8).exp()).clamp(1, 2048).int().tolist()
+    layout = GroupLayout([(300, of_group) for of_group in lengths], bench.device)
+    num_tokens = sum(layout.piece_lengths)
+    q, k, v, upstream = (torch.randn(num_tokens, heads, 64, device=bench.device) for heads in (14, 2, 2, 14))
+
+    def padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend_padded(query, key, value, layout, 0.125)
+
+    def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend_varlen(query, key, value, layout.varlen, 0.125)
+
+    def run(attend: Callable[..., Tensor], dtype: torch.dtype) -> tuple[list[Tensor], float]:
+        """Output and gradients, and seconds of the second pass."""
+        results: list[Tensor] = []
+        start_s = 0.0
+        for _ in range(2):
+            inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            bench.synchronize()
+            start_s = time.monotonic()
+            out = attend(*inputs)
+            results = [out, *torch.autograd.grad(out, inputs, upstream.to(dtype))]
+            bench.synchronize()
+        return results, time.monotonic() - start_s
+
+    expected, _ = run(padded, torch.float32)
+    _, padded_s = run(padded, torch.bfloat16)
+    assert has_varlen_kernel(q.to(torch.bfloat16)), "this GPU does not take the kernel"
+    found, varlen_s = run(varlen, torch.bfloat16)
+    errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+    assert max(errors) < 0.02, f"output and gradients of q, k, v are {errors} off (relative)"
+    return {"tokens": num_tokens, "errors": errors, "varlen_s": varlen_s, "padded_s": padded_s}
 
 
 def options(bench: Bench) -> Figure:
@@ -573,6 +616,7 @@ CHECKS: dict[str, Callable[[Bench], Figure]] = {
     "collectives": collectives,
     "gradients_float32": lambda bench: gradients(bench, "float32"),
     "gradients_bfloat16": lambda bench: gradients(bench, "bfloat16"),
+    "attention": attention,
     "options": options,
     "adamw": adamw,
     "logprob_memory": logprob_memory,

@@ -3,13 +3,15 @@
 A packed row holds groups end to end. Transformers calls `group_attention` in every decoder layer under the
 name ATTENTION_NAME; the GroupLayout travels to it through the model's keyword arguments. Since transformers
 knows no mask function of that name, it builds no mask. Linear layers see the packed tokens only; padding
-exists inside the attention of one group, between completions of different lengths.
+exists inside the attention of one group, between completions of different lengths. On a GPU that has the kernel
+(varlen_attention.py) there is none at all, and one call a layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from asyncrl.errors import LearnerError
+from asyncrl.learner.varlen_attention import VarlenLayout, attend_varlen, has_varlen_kernel
 
 ATTENTION_NAME = "asyncrl_group"
 
@@ -49,23 +52,28 @@ class GroupSpan:
     they are in order already."""
 
 
-@dataclass(slots=True, frozen=True)
 class GroupLayout:
-    """The groups of one packed row, in order."""
+    """The groups of one packed row, in order. Each layer reads one of the two forms, made when it is first read."""
 
-    spans: tuple[GroupSpan, ...]
-    piece_lengths: list[int]
-    """The row cut into prompt, completions, prompt, completions, ..."""
+    def __init__(self, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> None:
+        """`groups`: (prompt length, lengths of the completions that have tokens) of each."""
+        self._groups = [(prompt_length, list(lengths)) for prompt_length, lengths in groups]
+        self._device = device
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GroupLayout:
-        return self
+    @cached_property
+    def spans(self) -> tuple[GroupSpan, ...]:
+        """For padded attention, a group at a time."""
+        return tuple(_span(prompt_length, lengths, self._device) for prompt_length, lengths in self._groups)
 
+    @property
+    def piece_lengths(self) -> list[int]:
+        """The row cut into prompt, completions, prompt, completions, ..."""
+        return [length for prompt_length, lengths in self._groups for length in (prompt_length, sum(lengths))]
 
-def lay_out_groups(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> GroupLayout:
-    """The layout of groups given as (prompt length, lengths of the completions that have tokens)."""
-    spans = tuple(_span(prompt_length, list(lengths), device) for prompt_length, lengths in groups)
-    pieces = [length for span in spans for length in (span.prompt_length, span.num_completion_tokens)]
-    return GroupLayout(spans, pieces)
+    @cached_property
+    def varlen(self) -> VarlenLayout:
+        """For attention without padding."""
+        return VarlenLayout.of(self._groups, self._device)
 
 
 def _span(prompt_length: int, lengths: list[int], device: torch.device) -> GroupSpan:
@@ -136,9 +144,17 @@ def group_attention(
             f"{type(module).__name__} was called without a group layout: this model does not hand its keyword "
             "arguments down to the attention; use a model of another architecture (Llama, Qwen2, Qwen3)"
         )
-    queries, keys, values = (_cut(x, group_layout.piece_lengths) for x in (query, key, value))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if has_varlen_kernel(query):
+        return attend_varlen(q, k, v, group_layout.varlen, scaling).unsqueeze(0), None
+    return attend_padded(q, k, v, group_layout, scaling).unsqueeze(0), None
+
+
+def attend_padded(query: Tensor, key: Tensor, value: Tensor, layout: GroupLayout, scaling: float) -> Tensor:
+    """Query [T, H, D], key and value [T, H_kv, D] of the row -> [T, H, D]; any device and dtype."""
+    queries, keys, values = (x.split(layout.piece_lengths) for x in (query, key, value))
     pieces: list[Tensor] = []
-    for i, span in enumerate(group_layout.spans):
+    for i, span in enumerate(layout.spans):
         prompt = 2 * i
         pieces.append(_attend_prompt(queries[prompt], keys[prompt], values[prompt], scaling))
         outputs: list[Tensor] = []
@@ -149,12 +165,7 @@ def group_attention(
         if span.packed_index is not None:
             outputs = [torch.cat(outputs).index_select(0, span.packed_index)]
         pieces += outputs
-    return torch.cat(pieces).unsqueeze(0), None
-
-
-def _cut(x: Tensor, piece_lengths: list[int]) -> tuple[Tensor, ...]:
-    """[1, H, T, D] -> pieces [length, H, D]."""
-    return x[0].transpose(0, 1).split(piece_lengths)
+    return torch.cat(pieces)
 
 
 def _pad(x: Tensor, bucket: CompletionBucket) -> Tensor:

@@ -29,7 +29,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from asyncrl.config import LearnerConfig
 from asyncrl.dtypes import compute_dtype
 from asyncrl.errors import LearnerError
-from asyncrl.learner.attention import ATTENTION_NAME, lay_out_groups
+from asyncrl.learner.attention import ATTENTION_NAME, GroupLayout
 from asyncrl.learner.logprobs import linear_logprobs, sum_squared_probabilities
 from asyncrl.learner.lora import BASE, adapted_layers, add_adapters, merged_rows
 from asyncrl.learner.mesh import shard_mesh
@@ -254,7 +254,7 @@ def _check_head(transformer: PreTrainedModel) -> None:
         "input_ids": ids[None],
         "position_ids": torch.arange(HEAD_CHECK_TOKENS)[None],
         "use_cache": False,
-        "group_layout": lay_out_groups([(HEAD_CHECK_TOKENS, [])], torch.device("cpu")),
+        "group_layout": GroupLayout([(HEAD_CHECK_TOKENS, [])], torch.device("cpu")),
     }
     logits = transformer(**inputs).logits
     ours = output_head(transformer)(transformer.get_decoder()(**inputs).last_hidden_state)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import LearnerError
-from asyncrl.learner.attention import GroupLayout, lay_out_groups
+from asyncrl.learner.attention import GroupLayout
 from asyncrl.types import TrajectoryGroup
 
 
@@ -53,7 +53,7 @@ def pack(groups: Sequence[TrajectoryGroup], device: torch.device) -> PackedMicro
     return PackedMicrobatch(
         token_ids=_tensor(row.token_ids, torch.int64, device),
         position_ids=_tensor(row.position_ids, torch.int64, device),
-        layout=lay_out_groups(row.groups, device),
+        layout=GroupLayout(row.groups, device),
         predict_index=_tensor(row.predict_index, torch.int64, device),
         target_ids=_tensor(row.target_ids, torch.int64, device),
     )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learner.attention import bucket_by_length, lay_out_groups
+from asyncrl.learner.attention import GroupLayout, bucket_by_length
 
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=24)
 
@@ -31,7 +31,7 @@ def test_equal_lengths_share_one_call_and_a_long_tail_does_not():
 @given(lengths=LENGTHS)
 def test_the_slot_of_each_packed_token_holds_that_token(lengths: list[int]):
     # Mutation caught: buckets put end to end in the order of lengths instead of that of the packed row.
-    span = lay_out_groups([(3, lengths)], torch.device("cpu")).spans[0]
+    span = GroupLayout([(3, lengths)], torch.device("cpu")).spans[0]
     total = sum(lengths)
     if span.packed_index is None:
         assert len(set(lengths)) == 1
@@ -43,6 +43,6 @@ def test_the_slot_of_each_packed_token_holds_that_token(lengths: list[int]):
 
 @pytest.mark.parametrize("lengths", [[], [5], [4, 4]])
 def test_no_completion_and_equal_ones_need_no_index(lengths: list[int]):
-    span = lay_out_groups([(3, lengths)], torch.device("cpu")).spans[0]
+    span = GroupLayout([(3, lengths)], torch.device("cpu")).spans[0]
     assert span.packed_index is None
     assert len(span.buckets) == (1 if lengths else 0)
