@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from plain_loop import (
 from recipe_cases import Flow, assert_trained, tis, whitened
 from torch import Tensor
 
+from asyncrl.errors import LearnerError
 from asyncrl.learner import stages
 from asyncrl.learner.experience import receive_shard
 from asyncrl.types import TrajectoryGroup
@@ -148,6 +151,30 @@ def test_only_the_critic_trains_in_its_warm_up(flow: Flow):
     warmed, metrics = flow.train(SCENARIOS["ppo-warmed"])
     assert metrics["actor/grad_norm"] > 0
     assert torch.equal(found["critic.head.weight"], warmed["critic.head.weight"])
+
+
+# Mutations caught: only the policy's weights looked at; a critic's tensor named as the policy's of the same place; the
+# head on a shared body, which is no tensor of Hugging Face's, left out; the knob of the other optimizer.
+@pytest.mark.parametrize(
+    ("recipe", "tensor", "knob"),
+    [
+        ("ppo-critic", "critic.decoder.layers.1.mlp.up_proj.weight", "algorithm.critic.lr"),
+        ("ppo-critic", "critic.head.bias", "algorithm.critic.lr"),
+        ("ppo-shared", "value_head.weight", "learner.lr"),
+        ("ppo-critic", "model.layers.1.mlp.up_proj.weight", "learner.lr"),
+    ],
+)
+def test_a_weight_of_the_critic_that_is_not_finite_is_found_and_named(
+    flow: Flow, recipe: str, tensor: str, knob: str
+):
+    with flow.learner(SCENARIOS[recipe]) as learner:
+        learner.check_finite()
+        rows = {shard.name: shard.rows for shard in learner.named_shards()}
+        rows |= dict(learner._models.critic_shards())
+        rows[tensor].view(-1)[-1] = math.inf
+        message = rf"weights of {re.escape(tensor)} are not finite; .* lower {re.escape(knob)} "
+        with pytest.raises(LearnerError, match=message):
+            learner.check_finite()
 
 
 def reference_logprobs(flow: Flow) -> list[Tensor]:
