@@ -43,6 +43,7 @@ def rolls_out(
                     rollout_logprobs=np.full(length, -0.5, np.float32),
                     policy_versions=np.full(length, version, np.int32),
                     finish_reason=finish,
+                    reward_components={} if reward is None else {"exact_match": reward},
                 )
             )
         return TrajectoryGroup(lease.ordinal, 0, prompt_ids, made)
@@ -165,7 +166,8 @@ def test_truncated_answers_keep_their_reward_and_train_nothing(tmp_path: Path):
 
 
 def test_remax_leases_one_more_request_that_is_a_baseline_and_nothing_else(tmp_path: Path):
-    # Mutations caught: a seed too few; greedy tokens that train; metrics that count the greedy rollout.
+    # Mutations caught: a seed too few; greedy tokens that train; metrics that count the greedy rollout, among them the
+    # means of components.
     leases: list[Lease] = []
     plans, metrics = trained(
         tmp_path, "algorithm=remax", roll_out=rolls_out(lambda _: (1.0, 0.0, 0.75), leases, lengths=(2, 2, 5))
@@ -178,9 +180,23 @@ def test_remax_leases_one_more_request_that_is_a_baseline_and_nothing_else(tmp_p
         assert plan.num_trained_tokens == [[2, 2, 0]] * 2
     assert metrics[0]["critic/score/mean"] == 0.5
     assert metrics[0]["critic/score/max"] == 1.0
+    assert metrics[0]["critic/rewards/mean"] == metrics[0]["reward/exact_match/mean"] == 0.5
     assert metrics[0]["response_length/max"] == 2.0
     assert metrics[0]["batch/completion_tokens"] == 8.0
     assert metrics[0]["counts/trajectories_scored"] >= 6
+
+
+def test_the_filter_and_the_count_of_equal_groups_read_the_sampled_rewards_alone(tmp_path: Path):
+    # Mutation caught: the greedy reward, which differs, makes group 0 informative, and neither equal.
+    def rewards(ordinal: int) -> Rewards:
+        return (1.0, 1.0, 0.0) if ordinal == 0 else (1.0, 0.0, 0.0)
+
+    filters = "algorithm={type: remax, filter: {keep: spread}}"
+    plans, metrics = trained(tmp_path / "filtered", filters, roll_out=rolls_out(rewards))
+    assert plans[0].ordinals == [1, 2]
+    assert metrics[-1]["counts/groups_filtered"] == 1
+    _, metrics = trained(tmp_path / "kept", "algorithm=remax", roll_out=rolls_out(rewards))
+    assert metrics[0]["rollout/equal_reward_groups"] == 1.0
 
 
 def test_a_group_whose_greedy_rollout_has_no_reward_is_replaced(tmp_path: Path):
