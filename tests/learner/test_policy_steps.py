@@ -25,7 +25,7 @@ from plain_loop import (
     plain_training,
     sgd,
 )
-from recipe_cases import Flow, assert_trained, kept_by_k3, sequence_mean, tis
+from recipe_cases import Flow, assert_trained, default_loss, kept_by_k3, sequence_mean, tis
 from torch import Tensor
 
 
@@ -176,7 +176,7 @@ def test_good_answers_are_imitated_besides(flow: Flow):
 
     def loss(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
         good = torch.tensor([now.rewards[row] > 0 for row in now.trajectory.tolist()])
-        return (clipped(now, before.logprobs, a) * tis(before)).mean() - 0.2 * now.logprobs[good].mean()
+        return default_loss(now, before, a) - 0.2 * now.logprobs[good].mean()
 
     assert_trained(flow, found, plain_training(flow.model_path, flow.halves, loss, num_epochs=2, lr=0.05))
     assert metrics["actor/positive_loss"] > 0
@@ -361,7 +361,7 @@ def test_no_step_is_taken_once_the_kl_is_over_its_target(flow: Flow):
             now = plain_batch(model, half, 0.7)
             if float((old.logprobs - now.logprobs.detach()).mean()) > target:
                 break
-            (clipped(now, old.logprobs, grpo_advantages(old)) * tis(old)).mean().backward()
+            default_loss(now, old, grpo_advantages(old)).backward()
             sgd(model.parameters(), 0.05)
             num_steps += 1
         else:
