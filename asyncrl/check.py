@@ -23,7 +23,7 @@ from asyncrl.launch.preflight import (
     snapshot_bytes,
 )
 from asyncrl.launch.resources import Placements
-from asyncrl.models.source import model_is_ready, resolve_model
+from asyncrl.models.source import absence, model_is_ready, resolve_model
 from asyncrl.weight_sync.snapshot import bytes_free
 
 Rows = Iterator[tuple[str, str]]
@@ -93,7 +93,10 @@ def _prompts(dataset: Dataset, max_tokens: int) -> str:
 
 def _reward_models(config: Config) -> Rows:
     for name in models_to_fetch(config):
-        yield "reward", f"{name}: not here yet; it is checked once `asyncrl train` has brought it"
+        yield (
+            "reward",
+            f"{name}: {absence(name, 'reward')}; it is checked once `asyncrl train` has brought it",
+        )
 
 
 def _algorithm(config: Config) -> Rows:
@@ -161,7 +164,10 @@ def _stream(config: Config) -> Rows:
 def _model(examined: Examined, model_path: Path | None) -> Rows:
     config = examined.config
     if model_path is None:
-        yield "model", f"{config.model}: not here yet; its sizes show once `asyncrl train` has brought it"
+        yield (
+            "model",
+            f"{config.model}: {absence(config.model)}; its sizes show once `asyncrl train` has brought it",
+        )
         return
     num_parameters = _num_parameters(model_path)
     snapshots = snapshot_bytes(config, model_path, examined.device)
@@ -190,7 +196,8 @@ def _model(examined: Examined, model_path: Path | None) -> Rows:
 def _besides(role: str, name: str | None, of_policy: int, bytes_a_parameter: int, what: str) -> Rows:
     """A model that the ranks hold besides the policy. None: one of its size."""
     if name is not None and not model_is_ready(name):
-        yield f"{role} memory", f"{name}: not here yet; its size shows once `asyncrl train` has brought it"
+        known = absence(name, f"algorithm.{role}.model")
+        yield f"{role} memory", f"{name}: {known}; its size shows once `asyncrl train` has brought it"
         return
     num_parameters = of_policy if name is None else _num_parameters(resolve_model(name))
     yield f"{role} memory", f"{bytes_a_parameter * num_parameters / 1e6:.1f} MB of {what} over all ranks"

@@ -6,7 +6,8 @@ runs/<name>/config.yaml                    the resolved config
            /evaluations.jsonl              one object an evaluation
            /evaluations/version_000012.jsonl    prompt, answer, text, reward of each evaluated completion
            /trajectories/version_000012.jsonl   prompt, answer, text, reward, versions of each trajectory
-           /trajectories/untrainable.jsonl      the same of groups that were consumed without training, if any
+           /trajectories/untrainable.jsonl      the same of groups that were consumed without training, if any:
+                                                the first of each version
            /logs/<role>-<rank>.log         what each process printed
            /model/                         the last version, Hugging Face format, with its model card
            /events.out.tfevents.*          for TensorBoard, where run.trackers names it
@@ -118,9 +119,14 @@ class RunDirectory:
         for observer in self.observers:
             observer.trajectories_written(version, records)
 
-    def append_untrainable(self, groups: list[TrajectoryGroup], prompts: list[PromptText]) -> None:
-        """Groups that no version was trained on: no reward, too old, or filtered. `prompts`: of each group."""
-        for record in _trajectory_records(groups, prompts):
+    def append_untrainable(
+        self, groups: list[TrajectoryGroup], prompts: list[PromptText], limit: int
+    ) -> None:
+        """Groups that no version was trained on: no reward, too old, or filtered; the first `limit` trajectories.
+
+        `prompts`: of each group.
+        """
+        for record in _trajectory_records(groups, prompts)[:limit]:
             self._append("trajectories/untrainable.jsonl", record)
 
     def append_evaluation(self, version: int, metrics: dict[str, float], about: Mapping[str, object]) -> None:

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from asyncrl.config import Config, all_keys, dump_config, load_config, shared_digest
 from asyncrl.config.advantage_presets import Peer
 from asyncrl.config.advantages import OutcomeAdvantages
+from asyncrl.config.corrections import ImportanceWeight
 from asyncrl.config.loss_presets import PEERS, VALUE_PEERS
 from asyncrl.config.losses import GspoLoss, PpoLoss
 from asyncrl.config.recipes import RECIPES
@@ -316,6 +317,11 @@ def test_a_preset_changes_what_is_computed_and_what_is_written_beside_it_wins():
     assert plain.loss.policy == PpoLoss()
     own = load_config(None, ["algorithm.preset=verl", "algorithm.loss.policy.dual_clip=null"]).algorithm
     assert own.loss.policy == PpoLoss()
+    # verl's own default, rollout_is: null, is no weight; what its rollout_is: token says has a name of its own.
+    assert plain.correction.weight == ImportanceWeight(level="token", upper=2.0)
+    assert verl.correction.weight is None
+    on = ["algorithm.preset=verl", "algorithm.correction.preset=decoupled_token_is"]
+    assert load_config(None, on).algorithm.correction.weight == plain.correction.weight
     trl = load_config(None, ["algorithm.preset=trl", "algorithm.advantages.epsilon=0.5"]).algorithm.advantages
     assert isinstance(trl, OutcomeAdvantages)
     assert trl.epsilon == 0.5

@@ -1,4 +1,4 @@
-"""Names of the Hub, and which of its snapshots are complete. Without the network."""
+"""Names of the Hub, what it says of them, and which of its snapshots are complete. Without the network."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from hub_server import hub_server
 
-from asyncrl.hub import hub_folder, is_hub_name
+from asyncrl.hub import ask_hub, hub_folder, is_hub_name
 
 WHOLE = {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": ""}
 INDEX = json.dumps(
@@ -24,6 +25,16 @@ SHARDED = {
 
 def test_what_is_a_name_of_the_hub() -> None:
     names = ["gpt2", "owner/model-1.5B_x", "./a/b", "/a", "~/a", "a/b/c", "a/", "", "-a/b"]
+    # The Hub's client raises for these: a traceback in place of a refusal.
+    names += [
+        "owner/a--b",
+        "owner/a..b",
+        "owner/a.git",
+        "owner/a-",
+        "owner/a.",
+        "owner/" + "a" * 91,
+        "owner/é",
+    ]
     assert [name for name in names if is_hub_name(name)] == ["gpt2", "owner/model-1.5B_x"]
 
 
@@ -45,3 +56,20 @@ def test_a_snapshot_is_a_model_when_all_of_it_is_there(
             (tmp_path / name).write_text(text)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(tmp_path))
     assert hub_folder("owner/model", local_files_only=True) == (tmp_path if complete else None)
+
+
+def test_the_hub_is_asked_whether_it_has_a_model() -> None:
+    # Mutations: any error a refusal -> a Hub that is down refuses good names; 401 an outage -> a typo is let through,
+    # for the Hub answers so to those without a token.
+    with hub_server():
+        found = {name: ask_hub(f"owner/{name}") for name in ("there", "typo", "gone", "gated", "down")}
+    assert {name: answer.has_model for name, answer in found.items()} == {
+        "there": True,
+        "typo": False,
+        "gone": False,
+        "gated": False,
+        "down": None,
+    }
+    assert [found[name].detail for name in ("typo", "gone", "gated")] == ["401", "404", "403"]
+    assert found["down"].detail.startswith("HfHubHTTPError: ")
+    assert "503" in found["down"].detail

@@ -2,9 +2,9 @@
 
 A value is a dict of keys of `OffPolicyCorrection`. verl's names are its own (`RolloutCorrectionConfig`). Those called
 `bypass_pg_*` weigh a loss without a ratio (REINFORCE); the other `bypass_*` leave that to the ratio of a PPO loss.
-A peer's name alone is what it does by default; of those that correct nothing by default (verl, openrlhf, nemo, skyrl,
-areal, roll, slime), what they do once it is switched on, with the bounds that their configurations start from or
-suggest.
+A peer's name alone is what it does by default: `verl` corrects nothing. Of the others that correct nothing by default
+(openrlhf, nemo, skyrl, areal, roll, slime) it is what they do once it is switched on, with the bounds that their
+configurations start from or suggest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_geo_rs": _bypass(None, _GEOMETRIC),
     "bypass_pg_geo_rs_token_tis": _bypass(_TOKEN_TIS, _GEOMETRIC),
     "bypass_pg_geo_rs_seq_tis": _bypass(_SEQUENCE_TIS, _GEOMETRIC),
-    "verl": _decoupled(_TOKEN_TIS),
+    "verl": _decoupled(None),
     "trl": {"weight": {"level": "sequence", "outside": "zero", "upper": 3.0}, "max_log_ratio": None},
     "trl_async": {"proximal": "bypass", "weight": None},
     "openrlhf": {"weight": {"level": "token", "lower": 0.5, "upper": 5.0}},

@@ -146,7 +146,8 @@ class RunConfig(Table):
     project: Annotated[str, Field(max_length=128, pattern=r"^[^/\\#?%:]+$")] = "asyncrl"
     """Project (W&B, trackio) or experiment (MLflow) of the trackers: up to 128 characters, none of / \\ # ? % :"""
     trajectories_per_version: Annotated[int, Field(ge=0)] | Literal["all"] = "all"
-    """Trajectories written to `trajectories/version_*.jsonl` for each version."""
+    """Trajectories written to `trajectories/version_*.jsonl` for each version. `trajectories/untrainable.jsonl` gets as
+    many a version, and at most prompts_per_batch groups of them."""
 
     @field_validator("trackers", mode="before")
     @classmethod

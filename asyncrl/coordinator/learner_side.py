@@ -69,6 +69,8 @@ class LearnerSide:
         reads_components = isinstance(algorithm.advantages, ComponentAdvantages)
         self._components = reward_labels([r.name for r in config.reward]) if reads_components else []
         self._formed: dict[int, tuple[dict[str, float], list[TrajectoryGroup]]] = {}
+        self._num_untrainable_written = 0
+        """Trajectories since the newest version was announced."""
 
     async def take_in(self, peer: bytes, hello: RankHello) -> None:
         """Welcomes a rank. Raises PeerLost when its configuration is another one."""
@@ -90,6 +92,7 @@ class LearnerSide:
         self.version = self._mailbox.limits.newest_version = announced.version
         self._unrecorded = announced
         self._announced_s = now_s
+        self._num_untrainable_written = 0
 
     async def record(self, now_s: float, *, snapshot_is_needed: bool) -> None:
         """Lets the announced version be written, after which the snapshot before it is unlinked.
@@ -164,10 +167,31 @@ class LearnerSide:
         return version == self._config.learner.max_versions
 
     def write_untrainable(self) -> None:
-        """Groups that were consumed without training are looked at when something goes wrong: they are kept too."""
+        """Groups that were consumed without training are looked at when something goes wrong: they are kept too.
+
+        From one version to the next the first to come, as many trajectories as a version trains and its own file
+        has; a filter may leave out many times that. The others are counted.
+        """
         groups = self._ledger.take_untrainable()
-        if groups and self._config.run.trajectories_per_version != 0:
-            self._directory.append_untrainable(groups, [self._prompt_text(group.ordinal) for group in groups])
+        room = self._max_untrainable_written - self._num_untrainable_written
+        num_trajectories = sum(len(group.trajectories) for group in groups)
+        if groups and room > 0:
+            prompts = [self._prompt_text(group.ordinal) for group in groups]
+            self._directory.append_untrainable(groups, prompts, room)
+            self._num_untrainable_written += min(room, num_trajectories)
+        if (num_left_out := num_trajectories - room) > 0:
+            if self._max_untrainable_written and "untrainable_not_written" not in self._status.counts:
+                self._status.note(
+                    f"trajectories/untrainable.jsonl has the first {self._max_untrainable_written} trajectories of a "
+                    "version that nothing is trained on; counts/untrainable_not_written counts the others"
+                )
+            self._status.counts["untrainable_not_written"] += num_left_out
+
+    @property
+    def _max_untrainable_written(self) -> int:
+        limit = self._config.run.trajectories_per_version
+        trained = self._config.learner.prompts_per_batch * self._config.rollouts_per_group
+        return trained if limit == "all" else min(limit, trained)
 
     async def send_heartbeats(self) -> None:
         """A rank that waits for a batch knows by them that the coordinator works."""

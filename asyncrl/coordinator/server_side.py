@@ -251,8 +251,8 @@ class ServerSide:
         num_groups = self._ledger.num_untrainable_in_a_row
         if num_groups >= self._max_untrainable:
             raise RewardError(
-                f"{num_groups} groups in a row have no token to train (trajectories/untrainable.jsonl has them); the "
-                f"last rollout without a reward says: {self._last_detail or 'nothing'}"
+                f"{num_groups} groups in a row have no token to train (trajectories/untrainable.jsonl has the first); "
+                f"the last rollout without a reward says: {self._last_detail or 'nothing'}"
             )
 
     def _find_missing_leases(self, server: ServerState, heartbeat: Heartbeat) -> None:

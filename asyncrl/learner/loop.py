@@ -107,6 +107,8 @@ class LearnerLoop:
         updated_s = time.monotonic()
         if publish:
             self._publish(index + 1)
+        else:  # the last, which is exported all the same
+            self._learner.check_finite()
         published_s = time.monotonic()
         if self._speaks:
             version = {"version": index}

@@ -5,12 +5,14 @@ The stages of a recipe ask them for columns; all of these calls are collective a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config import Config
 from asyncrl.learner.critic import Critic
@@ -61,6 +63,19 @@ class RankModels:
             if holder is not None:
                 as_shards(holder.model)
         as_shards(self.policy)
+
+    def critic_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, this rank's rows) of what a critic adds to the policy: a model, or the head on a shared body."""
+        self.reshard()
+        module: nn.Module | None = self.policy.value_head
+        prefix = "value_head"
+        if self.critic is not None:
+            module, prefix = self.critic.model, "critic"
+        if module is not None:
+            for name, parameter in module.named_parameters():
+                sharded: Tensor = parameter.detach()
+                assert isinstance(sharded, DTensor)
+                yield f"{prefix}.{name}", sharded.to_local()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()

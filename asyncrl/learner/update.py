@@ -116,12 +116,16 @@ class PolicyLearner:
             )
 
     def check_finite(self) -> None:
-        """Raises LearnerError on every rank when a weight is NaN or Inf, naming the first such tensor. Collective."""
+        """Raises LearnerError on every rank when a weight is NaN or Inf, naming the first such tensor; those of the
+        critic follow the policy's. Collective, one all-reduce for both."""
         norms = {shard.name: shard_norms([shard.rows]) for shard in self.named_shards()}
+        norms |= {name: shard_norms([rows]) for name, rows in self._models.critic_shards()}
         if (index := first_non_finite(torch.cat(list(norms.values())), self._group)) is not None:
+            name = list(norms)[index]
+            knob = "algorithm.critic.lr" if name.startswith("critic.") else "learner.lr"
             raise LearnerError(
-                f"weights of {list(norms)[index]} are not finite; this version is not published; "
-                "lower learner.lr or raise learner.warmup_versions"
+                f"weights of {name} are not finite; this version is not published; "
+                f"lower {knob} or raise learner.warmup_versions"
             )
 
     @property

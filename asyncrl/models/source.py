@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from asyncrl.cache import cache_folder
 from asyncrl.errors import ConfigError
-from asyncrl.hub import hub_folder, is_hub_name
+from asyncrl.hub import ask_hub, hub_folder, is_hub_name
 from asyncrl.models import smollm2
 
 LOCK_TIMEOUT_S = 900
@@ -55,6 +55,24 @@ def model_is_ready(name: str, cache_dir: Path | None = None) -> bool:
         or _made_folder(name, cache_dir).is_dir()
         or hub_folder(name, local_files_only=True) is not None
     )
+
+
+def absence(name: str, key: str = "model") -> str:
+    """What is known of a model that is not here: whether the Hub has it, or that it was not verified.
+
+    Raises ConfigError where the Hub answers that it has no such model. Fetches nothing.
+    """
+    if name in ("tiny", smollm2.HUB_NAME):  # made without the Hub
+        return "not here yet"
+    answer = ask_hub(name)
+    if answer.has_model is None:
+        return f"not here yet, and not verified to exist: the Hub could not be asked ({answer.detail})"
+    if not answer.has_model:
+        raise ConfigError(
+            f"{key}: {name!r} is not here, and the Hub has no such model, or not for you (it answers "
+            f"{answer.detail}); check the name, or log in with `hf auth login` where it is private"
+        )
+    return "not here yet; the Hub has it"
 
 
 def model_folder(name: str, key: str = "model") -> Path | None:

@@ -31,22 +31,28 @@ async def run_group(
     `name`: what the request ids begin with, unique among the groups that run; empty is by ordinal and redraw.
     The group's spans: `generate` from its first request to its last token (waiting for a slot in the engine
     included), `reward` from its first reward to its last. Answers are scored as they are finished, except by
-    rewards that need the whole group.
+    rewards that need the whole group: the sampled answers in one call, the greedy ones, which those must not be
+    compared with, in another.
     """
     prompt = Prompt(lease.ordinal, prompt_ids, lease.row)
     clock = _Clock()
     name = name or f"{lease.ordinal}.{lease.redraw}"
-    scoring = GroupScoring(rewards, lease.row, len(lease.seeds), timed=lambda: clock.running("reward"))
+    num_sampled = len(lease.seeds) - lease.num_greedy
+    of_sampled, of_greedy = (
+        GroupScoring(rewards, lease.row, num_rollouts, timed=lambda: clock.running("reward"))
+        for num_rollouts in (num_sampled, lease.num_greedy)
+    )
 
     async def rollout(sample: int) -> Trajectory:
+        is_greedy = sample >= num_sampled
+
         async def generate(context: Int32) -> Completion:
             request_id = f"{name}.{sample}"
-            is_greedy = sample >= len(lease.seeds) - lease.num_greedy
             how = msgspec.structs.replace(sampling, temperature=0.0) if is_greedy else sampling
             with clock.running("generate"):
                 return await engine.generate(GenerationRequest(request_id, context, lease.seeds[sample], how))
 
-        with scoring.rollout() as score:
+        with (of_greedy if is_greedy else of_sampled).rollout() as score:
             return await env.rollout(prompt, generate, score)
 
     async with asyncio.TaskGroup() as tasks:

@@ -233,4 +233,28 @@ def test_entropy_by_hand():
     # Mutations caught: the share of tokens that are dropped; p log p without its sign.
     assert top_entropy_tokens(tensor([0.1, 0.4, 0.2, 0.3, 0.5]), share=0.2).tolist() == [False] * 4 + [True]
     assert top_entropy_tokens(torch.empty(0), share=0.2).tolist() == []
+
+
+@pytest.mark.parametrize("share", [1 / 64, 0.125, 0.25, 0.37, 0.5, 0.75, 1.0])
+def test_the_top_entropy_tokens_are_those_at_or_above_torchs_quantile(share):
+    # Mutations caught: floor or round for ceil; n for n - 1; > for >=, which leaves out ties.
+    generator = torch.Generator().manual_seed(3)
+    for num_tokens in (1, 2, 3, 9, 10, 102, 1000):
+        entropy = torch.rand(num_tokens, generator=generator, dtype=torch.float64)
+        for values in (entropy, (4 * entropy).round()):
+            expected = values >= torch.quantile(values, 1.0 - share)
+            assert torch.equal(top_entropy_tokens(values, share=share), expected), num_tokens
+
+
+def test_rounding_costs_no_top_entropy_token():
+    # Mutation caught: (1 - 0.7) * 10 = 3.0000000000000004 taken as beyond 3, as torch.quantile does.
+    assert int(top_entropy_tokens(torch.arange(11.0), share=0.7).sum()) == 8
+
+
+def test_the_top_entropy_tokens_of_more_values_than_torchs_quantile_takes():
+    # Mutation caught: torch.quantile, which refuses more than 2^24.
+    num_tokens = 2**24 + 1
+    top = top_entropy_tokens(torch.arange(num_tokens) / num_tokens, share=0.25)
+    assert int(top.sum()) == 2**22 + 1
+    assert bool(top[3 * 2**22 :].all())
     assert sampled_entropy_term(tensor([-LOG2])).tolist() == pytest.approx([LOG2 / 2])

@@ -43,6 +43,7 @@ def rolls_out(
                     rollout_logprobs=np.full(length, -0.5, np.float32),
                     policy_versions=np.full(length, version, np.int32),
                     finish_reason=finish,
+                    reward_components={} if reward is None else {"exact_match": reward},
                 )
             )
         return TrajectoryGroup(lease.ordinal, 0, prompt_ids, made)
@@ -87,7 +88,8 @@ def test_filtered_groups_are_replaced_by_the_next_ordinals_at_once(tmp_path: Pat
 
     def look(run: Run) -> None:
         lines = (run.path / "trajectories" / "untrainable.jsonl").read_text().splitlines()
-        assert {json.loads(line)["ordinal"] for line in lines} == {1, 2, 4, 5, 6}
+        assert {1, 2} <= {json.loads(line)["ordinal"] for line in lines} <= {1, 2, 4, 5, 6}
+        assert len(lines) + run.coordinator.status.counts["untrainable_not_written"] == 10
 
     plans, metrics = trained(
         tmp_path,
@@ -101,6 +103,38 @@ def test_filtered_groups_are_replaced_by_the_next_ordinals_at_once(tmp_path: Pat
     assert metrics[-1]["counts/groups_filtered"] == 5
     assert "counts/groups_untrainable" not in metrics[-1]
     assert metrics[-1]["rollout/equal_reward_groups"] == 0
+
+
+# Mutations caught: a file without a limit; one of the whole run, which nothing after its first version would enter; a
+# limit of groups for one of trajectories; what is left out not counted; the note missing, said at every group, or said
+# where the user wants no such file.
+@pytest.mark.parametrize(("limit", "num_a_version"), [("all", 4), (3, 3), (9, 4), (0, 0)])
+def test_the_file_of_filtered_groups_has_the_first_of_every_version_and_the_rest_is_counted(
+    tmp_path: Path, limit: int | str, num_a_version: int
+):
+    kept = {3, 4, 8, 9}  # before them, and so before each version, 3 groups of 2 are filtered
+
+    def look(run: Run) -> None:
+        file = run.path / "trajectories" / "untrainable.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        found = [(record["ordinal"], record["sample"]) for record in map(json.loads, lines)]
+        first, second = ([(o, s) for o in ordinals for s in (0, 1)] for ordinals in ((0, 1, 2), (5, 6, 7)))
+        assert found == first[:num_a_version] + second[:num_a_version]
+        said = [note for note in run.coordinator.status.notes if "untrainable.jsonl has the first" in note]
+        assert [note.split(" trajectories of")[0].split()[-1] for note in said] == [
+            str(num_a_version)
+        ] * bool(num_a_version)
+
+    _, metrics = trained(
+        tmp_path,
+        "algorithm=dapo",
+        "learner.max_versions=2",
+        "max_staleness=0",
+        f"run.trajectories_per_version={limit}",
+        roll_out=rolls_out(lambda ordinal: (1.0, float(ordinal not in kept))),
+        look=look,
+    )
+    assert metrics[-1]["counts/untrainable_not_written"] == 12 - 2 * num_a_version
 
 
 def test_a_run_whose_groups_are_all_filtered_ends_with_the_budget(tmp_path: Path):
@@ -165,7 +199,8 @@ def test_truncated_answers_keep_their_reward_and_train_nothing(tmp_path: Path):
 
 
 def test_remax_leases_one_more_request_that_is_a_baseline_and_nothing_else(tmp_path: Path):
-    # Mutations caught: a seed too few; greedy tokens that train; metrics that count the greedy rollout.
+    # Mutations caught: a seed too few; greedy tokens that train; metrics that count the greedy rollout, among them the
+    # means of components.
     leases: list[Lease] = []
     plans, metrics = trained(
         tmp_path, "algorithm=remax", roll_out=rolls_out(lambda _: (1.0, 0.0, 0.75), leases, lengths=(2, 2, 5))
@@ -178,9 +213,23 @@ def test_remax_leases_one_more_request_that_is_a_baseline_and_nothing_else(tmp_p
         assert plan.num_trained_tokens == [[2, 2, 0]] * 2
     assert metrics[0]["critic/score/mean"] == 0.5
     assert metrics[0]["critic/score/max"] == 1.0
+    assert metrics[0]["critic/rewards/mean"] == metrics[0]["reward/exact_match/mean"] == 0.5
     assert metrics[0]["response_length/max"] == 2.0
     assert metrics[0]["batch/completion_tokens"] == 8.0
     assert metrics[0]["counts/trajectories_scored"] >= 6
+
+
+def test_the_filter_and_the_count_of_equal_groups_read_the_sampled_rewards_alone(tmp_path: Path):
+    # Mutation caught: the greedy reward, which differs, makes group 0 informative, and neither equal.
+    def rewards(ordinal: int) -> Rewards:
+        return (1.0, 1.0, 0.0) if ordinal == 0 else (1.0, 0.0, 0.0)
+
+    filters = "algorithm={type: remax, filter: {keep: spread}}"
+    plans, metrics = trained(tmp_path / "filtered", filters, roll_out=rolls_out(rewards))
+    assert plans[0].ordinals == [1, 2]
+    assert metrics[-1]["counts/groups_filtered"] == 1
+    _, metrics = trained(tmp_path / "kept", "algorithm=remax", roll_out=rolls_out(rewards))
+    assert metrics[0]["rollout/equal_reward_groups"] == 1.0
 
 
 def test_a_group_whose_greedy_rollout_has_no_reward_is_replaced(tmp_path: Path):

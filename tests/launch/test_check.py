@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hub_server import hub_server
 from model_folder import NUM_PARAMETERS, make_model_folder
 from safetensors.numpy import save_file
 
@@ -283,6 +284,37 @@ def test_a_model_that_is_not_here_is_said_so_and_nothing_is_fetched(tmp_path: Pa
     shown = dict(check(config))
     assert shown["model"].startswith("nobody/no-such-model: not here yet")
     assert shown["prompts"].startswith("10000 from rev4")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model=owner/gone", "model"),
+        ("algorithm={reference: {model: owner/gone}, loss: {kl: {coef: 0.1}}}", "algorithm.reference.model"),
+        ("algorithm={type: ppo, critic: {model: owner/gone}}", "algorithm.critic.model"),
+        ("reward=model:owner/gone", "reward"),
+    ],
+)
+def test_check_refuses_a_name_that_the_hub_does_not_have(
+    model: Path, monkeypatch: pytest.MonkeyPatch, override: str, key: str
+):
+    # Mutation: not asked of the models beside the policy.
+    monkeypatch.setattr("asyncrl.models.source.hub_folder", lambda name, **options: None)
+    monkeypatch.setattr("asyncrl.envs.reward_model.hub_folder", lambda name, **options: None)
+    refusal = rf"^{key}: 'owner/gone' is not here, and the Hub .* \(it answers 404\); check the name"
+    with hub_server(), pytest.raises(ConfigError, match=refusal):
+        check(config_of(model, override))
+
+
+def test_check_says_whether_the_hub_has_a_model_and_where_it_could_not_ask(model: Path):
+    # Mutation: no answer taken for "no such model" -> nothing can be checked without a network.
+    with hub_server():
+        assert dict(check(config_of(model, "model=owner/there")))["model"].startswith(
+            "owner/there: not here yet; the Hub has it; its sizes show"
+        )
+    assert dict(check(config_of(model, "model=owner/gone")))["model"].startswith(
+        "owner/gone: not here yet, and not verified to exist: the Hub could not be asked (OfflineModeIsEnabled: "
+    )
 
 
 def test_a_reward_model_of_the_hub_is_brought_and_checked_before_anything_starts(

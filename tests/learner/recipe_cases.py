@@ -20,7 +20,7 @@ from flow_cases import (
     write_models,
 )
 from learner_cases import one_rank, plain_model
-from plain_loop import PlainBatch, plain_batch
+from plain_loop import PlainBatch, clipped, plain_batch, plain_training
 from torch import Tensor
 
 from asyncrl.learner.update import PolicyLearner
@@ -90,6 +90,18 @@ def assert_trained(
 def tis(before: PlainBatch) -> Tensor:
     """Truncated importance weights, the default correction."""
     return (before.logprobs - before.rollout).exp().clamp(max=2.0)
+
+
+def default_loss(now: PlainBatch, before: PlainBatch, advantages: Tensor) -> Tensor:
+    """Clipped ratios, truncated importance weights, the mini-batch's token mean."""
+    return (clipped(now, before.logprobs, advantages) * tis(before)).mean()
+
+
+def plainly_trained(flow: Flow, advantages: Callable[[PlainBatch], Tensor]) -> dict[str, Tensor]:
+    """Weights after two epochs of the default loss; `advantages` of the tokens of a half before the first step."""
+    return plain_training(
+        flow.model_path, flow.halves, default_loss, advantages=advantages, num_epochs=2, lr=0.05
+    )
 
 
 def whitened(parts: Sequence[Tensor]) -> list[Tensor]:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 from flow_cases import SCENARIOS, write_models
+from rank_processes import finish_ranks
 from safetensors.torch import load_file
 
 PROGRAM = Path(__file__).with_name("flow_program.py")
@@ -28,24 +26,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which every scenario was trained whole by one rank, and in pieces by two."""
     folder = tmp_path_factory.mktemp("flow")
     write_models(folder)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     for num_ranks, split in ((1, "whole"), (2, "ranks")):
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(PROGRAM), str(rank), str(num_ranks), str(folder), split],
-                env=environment,
-                stderr=subprocess.PIPE,
-            )
-            for rank in range(num_ranks)
-        ]
-        try:
-            for rank in ranks:
-                _, errors = rank.communicate(timeout=DEADLINE_S)
-                assert rank.returncode == 0, errors.decode()
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        finish_ranks(PROGRAM, num_ranks, str(folder), split, deadline_s=DEADLINE_S)
     return folder
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +96,24 @@ def test_the_pages_recipe_trains_what_its_code_says(folder: Path):
         moved = (parameter.detach() - before[name]).norm()
         assert moved > 1e-4, name
         assert (after[name] - parameter.detach()).norm() < 1e-4 * moved, name
+
+
+def test_reading_a_configuration_imports_the_recipe_and_neither_its_functions_nor_torch(folder: Path):
+    # Mutations caught: names that are resolved as the configuration is read: the coordinator and the rollout servers
+    # would import what only the learner ranks call.
+    program = (
+        "import sys; from asyncrl.config import load_config; load_config(None, ['algorithm=my_recipe:lead']); "
+        "print([name for name in ('my_recipe', 'my_algorithm', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout.strip(), done.stderr) == ("['my_recipe']", "")
 
 
 def test_the_pages_tables_name_the_same_functions_one_by_one(folder: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from plain_loop import (
     plain_training,
     sgd,
 )
-from recipe_cases import Flow, assert_trained, kept_by_k3, sequence_mean, tis
+from recipe_cases import Flow, assert_trained, default_loss, kept_by_k3, sequence_mean, tis
 from torch import Tensor
 
 
@@ -48,6 +49,22 @@ def _ppo(ratio: Tensor, a: Tensor, low: float, high: float) -> Tensor:
 def _dppo_keep(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
     p, q = now.logprobs.detach().exp(), before.logprobs.exp()
     return ~((p - q > 0.01) & (a > 0) | (q - p > 0.01) & (a < 0))
+
+
+def _pessimistic(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
+    """GMPO's log ratio of each token: cut at +-0.1 where that makes the surrogate smaller."""
+    log_ratio = now.logprobs - before.logprobs
+    cut = log_ratio.clamp(-0.1, 0.1)
+    return torch.where(a > 0, torch.minimum(log_ratio, cut), torch.maximum(log_ratio, cut))
+
+
+def _whole_ratio(now: PlainBatch, before: PlainBatch) -> Tensor:
+    """VESPO's: [N], of each token's trajectory the product of its ratios. No gradient."""
+    ratio = _token_ratio(now, before).detach()
+    found = torch.zeros_like(ratio)
+    for row in now.rows():
+        found[row] = ratio[row].prod()
+    return found
 
 
 PLAIN_LOSSES: dict[str, Callable[[PlainBatch, PlainBatch, Tensor], Tensor]] = {
@@ -77,19 +94,34 @@ PLAIN_LOSSES: dict[str, Callable[[PlainBatch, PlainBatch, Tensor], Tensor]] = {
     "kl_cov": lambda n, b, a: (
         -_token_ratio(n, b) * a + torch.where(_largest_covariance(b, a), (n.logprobs - b.logprobs).abs(), 0.0)
     ),
+    "gmpo": lambda n, b, a: -sequence_mean(n, a) * sequence_mean(n, _pessimistic(n, b, a)).exp(),
+    "vespo": lambda n, b, a: (
+        -torch.where(
+            a >= 0,
+            _whole_ratio(n, b) ** 2 * (3 - 3 * _whole_ratio(n, b)).exp(),
+            _whole_ratio(n, b) ** 3 * (2 - 2 * _whole_ratio(n, b)).exp(),
+        )
+        * a
+        * n.logprobs
+    ),
     "top_entropy": lambda n, b, a: (
         _ppo(_token_ratio(n, b), a, 0.2, 0.2) * (b.entropy >= torch.quantile(b.entropy, 0.6))
     ),
 }
 
 
+def _covariance(before: PlainBatch, a: Tensor) -> Tensor:
+    return (a - a.mean()) * (before.logprobs - before.logprobs.mean())
+
+
 def _largest_covariance(before: PlainBatch, a: Tensor) -> Tensor:
-    covariance = (a - a.mean()) * (before.logprobs - before.logprobs.mean())
+    covariance = _covariance(before, a)
     return covariance >= covariance.topk(int(0.2 * len(a))).values[-1]
 
 
 # Mutations caught: a selection of the batch instead of the mini-batch, or made anew each step; an option of the table
-# that does not reach the loss.
+# that does not reach the loss; the mean of GMPO's ratios for the exp of the mean, its cut on both sides;
+# VESPO's ratio of a token, its geometric mean, or its gradient; k and lambda of the other sign.
 @pytest.mark.parametrize("name", PLAIN_LOSSES)
 def test_a_policy_loss_is_its_formula_through_all_steps(flow: Flow, name: str):
     found, _ = flow.train(SCENARIOS[name], "pieces")
@@ -102,6 +134,25 @@ def test_a_policy_loss_is_its_formula_through_all_steps(flow: Flow, name: str):
         lr=0.05,
     )
     assert_trained(flow, found, expected)
+
+
+def test_clip_cov_leaves_out_the_tokens_between_its_bounds(flow: Flow):
+    # Mutations caught: means of the batch or a microbatch for the mini-batch's; the others left out; their loss kept
+    # and the ratio cut instead; covariances anew in each step. With share 1 nothing is drawn: all of them are left out.
+    bounds = {"lowest": -0.3, "highest": 0.4}
+    found, _ = flow.train(
+        Scenario({"loss": {"policy": {"type": "clip_cov", "share": 1.0, **bounds}}}), "pieces"
+    )
+    shares = []
+
+    def loss(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
+        covariance = _covariance(before, a)
+        left_out = (covariance > bounds["lowest"]) & (covariance < bounds["highest"])
+        shares.append(float(left_out.float().mean()))
+        return torch.where(left_out, 0.0, clipped(now, before.logprobs, a) * tis(before)).mean()
+
+    assert_trained(flow, found, plain_training(flow.model_path, flow.halves, loss, num_epochs=2, lr=0.05))
+    assert all(0.1 < share < 0.9 for share in shares)
 
 
 @pytest.mark.parametrize("mode", AGGREGATED)
@@ -125,7 +176,7 @@ def test_good_answers_are_imitated_besides(flow: Flow):
 
     def loss(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
         good = torch.tensor([now.rewards[row] > 0 for row in now.trajectory.tolist()])
-        return (clipped(now, before.logprobs, a) * tis(before)).mean() - 0.2 * now.logprobs[good].mean()
+        return default_loss(now, before, a) - 0.2 * now.logprobs[good].mean()
 
     assert_trained(flow, found, plain_training(flow.model_path, flow.halves, loss, num_epochs=2, lr=0.05))
     assert metrics["actor/positive_loss"] > 0
@@ -183,6 +234,32 @@ def test_rejected_tokens_leave_the_denominator_that_is_known_afterwards(flow: Fl
 
     assert_trained(flow, found, plain_training(flow.model_path, flow.halves, loss, num_epochs=2, lr=0.05))
     assert 0.1 < metrics["correction/rejected_share"] < 0.9
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"])
+def test_a_mean_over_trajectories_or_prompts_is_over_the_tokens_that_are_kept(flow: Flow, mode: str):
+    # Mutations caught: a trajectory's (a group's) mean with its rejected tokens in the denominator; trajectories that
+    # lost all tokens left out of their number; groups that did counted.
+    rejection = {"statistic": "ratio", "lower": 0.8, "upper": 1.3}
+    scenario = Scenario(
+        {
+            "loss": {"aggregation": {"mode": mode}},
+            "correction": {"rejections": [rejection], "denominator": "kept"},
+        }
+    )
+    found, _ = flow.train(scenario, "pieces")
+    partly = []
+
+    def loss(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
+        ratio = (before.logprobs - before.rollout).exp()
+        kept = (ratio >= 0.8) & (ratio <= 1.3)
+        partly.append(any(0 < kept[row].sum() < len(row) for row in now.rows()))
+        partly.append(any(len(row) and not kept[row].any() for row in now.rows()))
+        of_kept = (clipped(now, before.logprobs, a) * tis(before))[kept]
+        return AGGREGATED[mode](replace(now, trajectory=now.trajectory[kept]), of_kept)
+
+    assert_trained(flow, found, plain_training(flow.model_path, flow.halves, loss, num_epochs=2, lr=0.05))
+    assert all(partly)
 
 
 def test_a_batch_of_which_everything_is_rejected_trains_nothing(flow: Flow):
@@ -284,7 +361,7 @@ def test_no_step_is_taken_once_the_kl_is_over_its_target(flow: Flow):
             now = plain_batch(model, half, 0.7)
             if float((old.logprobs - now.logprobs.detach()).mean()) > target:
                 break
-            (clipped(now, old.logprobs, grpo_advantages(old)) * tis(old)).mean().backward()
+            default_loss(now, old, grpo_advantages(old)).backward()
             sgd(model.parameters(), 0.05)
             num_steps += 1
         else:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from learner_cases import assert_gradients_close, plain_rows, plain_steps, uneven_groups, write_model
+from rank_processes import finish_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -19,25 +17,9 @@ DEADLINE_S = 180
 
 
 def run_ranks(folder: Path, num_ranks: int, scenario: str) -> list[dict]:
-    """Runs the ranks as processes and returns their reports; none of them outlives this call."""
+    """Runs the ranks and returns their reports."""
     folder.mkdir()
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(num_ranks), str(folder), scenario],
-            env=environment,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=DEADLINE_S)
-            assert rank.returncode == 0, errors.decode()
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    finish_ranks(PROGRAM, num_ranks, str(folder), scenario, deadline_s=DEADLINE_S)
     return [json.loads((folder / f"report{rank}.json").read_text()) for rank in range(num_ranks)]
 
 

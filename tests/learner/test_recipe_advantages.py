@@ -18,17 +18,13 @@ from plain_loop import (
     clipped,
     plain_training,
 )
-from recipe_cases import Flow, assert_trained, kept_by_k3, tis, whitened
+from recipe_cases import Flow, assert_trained, kept_by_k3, plainly_trained, tis, whitened
 from torch import Tensor
 
 
 @pytest.fixture
 def flow(tmp_path: Path) -> Flow:
     return Flow.at(tmp_path)
-
-
-def outcome_loss(now: PlainBatch, before: PlainBatch, a: Tensor) -> Tensor:
-    return (clipped(now, before.logprobs, a) * tis(before)).mean()
 
 
 def test_remax_compares_with_the_greedy_reward_and_does_not_count_it_as_a_trajectory(flow: Flow):
@@ -79,9 +75,7 @@ def test_gdpo_scales_each_reward_alone_and_whitens_the_weighted_sum(flow: Flow):
             ]
         raw.append(torch.tensor(of_half))
     by_half = iter(whitened(raw))
-    expected = plain_training(
-        flow.model_path, flow.halves, outcome_loss, advantages=lambda _: next(by_half), num_epochs=2, lr=0.05
-    )
+    expected = plainly_trained(flow, lambda _: next(by_half))
     assert_trained(flow, found, expected)
 
 
@@ -104,7 +98,5 @@ def test_otb_takes_the_baseline_of_the_group_at_the_same_step(flow: Flow):
                     result[rows[r][step]] = batch.rewards[r] - (baseline if len(own) > 1 else 0.0)
         return result
 
-    expected = plain_training(
-        flow.model_path, flow.halves, outcome_loss, advantages=advantages, num_epochs=2, lr=0.05
-    )
+    expected = plainly_trained(flow, advantages)
     assert_trained(flow, found, expected)

@@ -46,12 +46,25 @@ class Seeds:
         raise AssertionError("no reward needs the group")
 
 
+class Ranks(Seeds):
+    """Rewards: how many answers of the call are smaller."""
+
+    needs_group = True
+
+    async def score_one(self, answer: Answer, row: dict[str, Any]) -> RewardOutcome:
+        return RewardOutcome(None, Status.SCORED)
+
+    async def score_group(self, answers: Sequence[Answer], row: dict[str, Any]) -> list[RewardOutcome]:
+        seeds = [int(answer.text) for answer in answers]
+        return [RewardOutcome(float(sum(s < own for s in seeds)), Status.SCORED) for own in seeds]
+
+
 class Text:
     def decode(self, token_ids: Any, skip_special_tokens: bool = True, **kwargs: Any) -> str:
         return str(token_ids[0])
 
 
-def group_of(lease: Lease) -> tuple[TrajectoryGroup, list[GenerationRequest]]:
+def group_of(lease: Lease, rewards: Seeds | None = None) -> tuple[TrajectoryGroup, list[GenerationRequest]]:
     engine: Any = Engine()
     group = asyncio.run(
         run_group(
@@ -59,7 +72,7 @@ def group_of(lease: Lease) -> tuple[TrajectoryGroup, list[GenerationRequest]]:
             np.array([5, 6], np.int32),
             env=SingleTurnEnv(Text()),
             engine=engine,
-            rewards=Seeds(),
+            rewards=rewards or Seeds(),
             sampling=SamplingSpec(0.7, 16, stop=("x",)),
         )
     )
@@ -79,3 +92,10 @@ def test_the_last_requests_of_a_lease_are_greedy_and_nothing_else_changes(num_gr
     assert {request.sampling.stop for request in requests} == {("x",)}
     assert [t.reward for t in group.trajectories] == [11.0, 12.0, 13.0]
     assert group.ordinal == 7
+
+
+def test_a_reward_that_compares_a_groups_answers_does_not_see_the_greedy_one():
+    # Mutation caught: one call for all, in which the greedy answer, the smallest, adds 1 to every other's rank.
+    group, _ = group_of(Lease(7, 0, [12, 13, 14, 11], {}, 1), Ranks())
+    assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 0.0]
+    assert [t.status for t in group.trajectories] == [Status.SCORED] * 4

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+ROUNDING = 1e-6
+"""Of a place among the sorted values: more than the product's error below 2^32 values."""
 
 
 def top_entropy_tokens(entropy: Tensor, *, share: float) -> Tensor:
@@ -14,7 +19,10 @@ def top_entropy_tokens(entropy: Tensor, *, share: float) -> Tensor:
     """
     if len(entropy) == 0:
         return torch.zeros_like(entropy, dtype=torch.bool)
-    return entropy >= torch.quantile(entropy, 1.0 - share)
+    # torch.quantile refuses more than 2^24 values. What lies at or above a quantile between two neighbours lies at or
+    # above the upper one: no need to interpolate.
+    place = math.ceil((1.0 - share) * (len(entropy) - 1) - ROUNDING)
+    return entropy >= entropy.kthvalue(place + 1).values
 
 
 def sampled_entropy_term(learner_logprobs: Tensor) -> Tensor:
