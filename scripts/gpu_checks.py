@@ -285,7 +285,9 @@ def options(bench: Bench) -> Figure:
         return learner, found, learner.update(shard)
 
     _, expected, _ = trained({})
-    tried = [{"activation_checkpointing": True}] + [{"offload": True}] * bench.on_gpu
+    tried = [{"activation_checkpointing": mode} for mode in ("none", "full")] + [
+        {"offload": True}
+    ] * bench.on_gpu
     for option in tried:
         _, found, _ = trained(option)
         for name, gradient in expected.items():
