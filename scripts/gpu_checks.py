@@ -241,11 +241,11 @@ def attention(bench: Bench) -> Figure:
     torch.manual_seed(3)
     lengths = (256 * torch.randn(16, 8).mul(0.8).exp()).clamp(1, 2048).int().tolist()
     layout = GroupLayout([(300, of_group) for of_group in lengths], bench.device)
-    num_tokens = sum(layout.piece_lengths)
+    num_tokens = 16 * 300 + sum(map(sum, lengths))
     q, k, v, upstream = (torch.randn(num_tokens, heads, 64, device=bench.device) for heads in (14, 2, 2, 14))
 
     def padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend_padded(query, key, value, layout, 0.125)
+        return attend_padded(query, key, value, layout.padded, 0.125)
 
     def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend_varlen(query, key, value, layout.varlen, 0.125)
@@ -285,7 +285,9 @@ def options(bench: Bench) -> Figure:
         return learner, found, learner.update(shard)
 
     _, expected, _ = trained({})
-    tried = [{"activation_checkpointing": True}] + [{"offload": True}] * bench.on_gpu
+    tried = [{"activation_checkpointing": mode} for mode in ("none", "full")] + [
+        {"offload": True}
+    ] * bench.on_gpu
     for option in tried:
         _, found, _ = trained(option)
         for name, gradient in expected.items():

@@ -30,30 +30,80 @@ MAX_PADDED_SHARE = {"cpu": 1.1, "cuda": 1.5}
 little on a CPU; a GPU likes few and large ones."""
 
 
-@dataclass(slots=True, frozen=True)
 class CompletionBucket:
-    """Completions of a group of about equal length, which attend together."""
+    """Completions of a group of about equal length, which attend together: `num_completions` rows of `length` slots."""
 
-    num_completions: int
-    padded_index: Tensor | None
-    """[C * L] position, among the group's packed completion tokens, of each padded slot (L is the longest
-    length). Slots past a completion's end repeat its last token. None for all of a group, of one length."""
+    def __init__(self, prompt_length: int, num_completions: int, length: int) -> None:
+        self.prompt_length = prompt_length
+        self.num_completions = num_completions
+        self.length = length
+        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_completions * self.length
+
+    def mask(self, repeats: int, like: Tensor) -> Tensor:
+        """[repeats * length, prompt_length + length] to add to scores: 0, or -inf where a key comes after the query.
+        Every layer asks for the same one. Slots past a completion's end need no mask of their own: they lie after every
+        real query of their row."""
+        key = (repeats, like.dtype)
+        if key not in self._masks:
+            width = self.prompt_length + self.length
+            hidden = torch.full((self.length, width), -torch.inf, dtype=like.dtype, device=like.device)
+            self._masks[key] = hidden.triu(self.prompt_length + 1).repeat(repeats, 1)
+        return self._masks[key]
 
 
 @dataclass(slots=True, frozen=True)
-class GroupSpan:
-    """Where one group lies in the packed row: `prompt_length` tokens, then its completions end to end."""
+class PaddedLayout:
+    """The row's T tokens laid out in slots: each group's prompt, then its completions in buckets."""
 
-    prompt_length: int
-    num_completion_tokens: int
-    buckets: tuple[CompletionBucket, ...]
-    packed_index: Tensor | None
-    """[sum of lengths] the slot of each packed completion token, among those of all buckets end to end. None where
-    they are in order already."""
+    buckets: tuple[tuple[CompletionBucket, ...], ...]
+    """Of each group."""
+    piece_slots: list[int]
+    """Slots of prompt, bucket, bucket, ..., prompt, bucket, ..."""
+    token_of_slot: Tensor
+    """[slots] int64; slots past a completion's end repeat its last token."""
+    slot_of_token: Tensor
+    """[T] int64"""
+    padding: Tensor
+    """[slots - T] int64: the slots past the end of a completion."""
+
+    @classmethod
+    def of(cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> PaddedLayout:
+        """Of groups given as (prompt length, lengths of the completions that have tokens), in the row's order."""
+        buckets: list[tuple[CompletionBucket, ...]] = []
+        tokens: list[Tensor] = []
+        is_padding: list[Tensor] = []
+        start = 0
+        for prompt_length, lengths in groups:
+            tokens.append(torch.arange(start, start + prompt_length))
+            is_padding.append(torch.zeros(prompt_length, dtype=torch.bool))
+            start += prompt_length
+            first = torch.tensor([0, *lengths]).cumsum(0) + start
+            of_group = []
+            for members in bucket_by_length(lengths, MAX_PADDED_SHARE[device.type]):
+                length = torch.tensor([lengths[i] for i in members])[:, None]  # [C, 1]
+                slot = torch.arange(int(length.max()))[None, :]  # [1, L]
+                tokens.append((first[members][:, None] + slot.minimum(length - 1)).flatten())
+                is_padding.append((slot >= length).flatten())
+                of_group.append(CompletionBucket(prompt_length, len(members), slot.shape[1]))
+            buckets.append(tuple(of_group))
+            start += sum(lengths)
+        token_of_slot, padding = torch.cat(tokens), torch.cat(is_padding)
+        slot_of_token = torch.where(padding, start, token_of_slot).argsort(stable=True)[:start]
+        return cls(
+            tuple(buckets),
+            [len(piece) for piece in tokens],
+            token_of_slot.to(device),
+            slot_of_token.to(device),
+            padding.nonzero()[:, 0].to(device),
+        )
 
 
 class GroupLayout:
-    """The groups of one packed row, in order. Each layer reads one of the two forms, made when it is first read."""
+    """The groups of one packed row, in order. Attention reads one of the two forms, made when it is first read."""
 
     def __init__(self, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> None:
         """`groups`: (prompt length, lengths of the completions that have tokens) of each."""
@@ -61,36 +111,12 @@ class GroupLayout:
         self._device = device
 
     @cached_property
-    def spans(self) -> tuple[GroupSpan, ...]:
-        """For padded attention, a group at a time."""
-        return tuple(_span(prompt_length, lengths, self._device) for prompt_length, lengths in self._groups)
-
-    @property
-    def piece_lengths(self) -> list[int]:
-        """The row cut into prompt, completions, prompt, completions, ..."""
-        return [length for prompt_length, lengths in self._groups for length in (prompt_length, sum(lengths))]
+    def padded(self) -> PaddedLayout:
+        return PaddedLayout.of(self._groups, self._device)
 
     @cached_property
     def varlen(self) -> VarlenLayout:
-        """For attention without padding."""
         return VarlenLayout.of(self._groups, self._device)
-
-
-def _span(prompt_length: int, lengths: list[int], device: torch.device) -> GroupSpan:
-    total = sum(lengths)
-    if len(set(lengths)) < 2:
-        bucket = CompletionBucket(len(lengths), None)
-        return GroupSpan(prompt_length, total, (bucket,) if lengths else (), None)
-    start = torch.tensor([0, *lengths]).cumsum(0)
-    buckets, order = [], []
-    for members in bucket_by_length(lengths, MAX_PADDED_SHARE[device.type]):
-        length = torch.tensor([lengths[i] for i in members])[:, None]  # [C, 1]
-        slot = torch.arange(int(length.max()))[None, :]  # [1, L]
-        padded_index = (start[members][:, None] + slot.minimum(length - 1)).flatten()
-        order.append(torch.where(slot < length, padded_index.view(len(members), -1), total).flatten())
-        buckets.append(CompletionBucket(len(members), padded_index.to(device)))
-    packed_index = torch.cat(order).argsort(stable=True)[:total]  # padding sorts behind every token
-    return GroupSpan(prompt_length, total, tuple(buckets), packed_index.to(device))
 
 
 def bucket_by_length(lengths: Sequence[int], max_padded_share: float) -> list[list[int]]:
@@ -147,32 +173,50 @@ def group_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if has_varlen_kernel(query):
         return attend_varlen(q, k, v, group_layout.varlen, scaling).unsqueeze(0), None
-    return attend_padded(q, k, v, group_layout, scaling).unsqueeze(0), None
+    return attend_padded(q, k, v, group_layout.padded, scaling).unsqueeze(0), None
 
 
-def attend_padded(query: Tensor, key: Tensor, value: Tensor, layout: GroupLayout, scaling: float) -> Tensor:
+def attend_padded(query: Tensor, key: Tensor, value: Tensor, layout: PaddedLayout, scaling: float) -> Tensor:
     """Query [T, H, D], key and value [T, H_kv, D] of the row -> [T, H, D]; any device and dtype."""
-    queries, keys, values = (x.split(layout.piece_lengths) for x in (query, key, value))
-    pieces: list[Tensor] = []
-    for i, span in enumerate(layout.spans):
-        prompt = 2 * i
-        pieces.append(_attend_prompt(queries[prompt], keys[prompt], values[prompt], scaling))
-        outputs: list[Tensor] = []
-        for bucket in span.buckets:
-            q, k, v = (_pad(x[prompt + 1], bucket) for x in (queries, keys, values))
-            out = _attend_completions(q, keys[prompt], k, values[prompt], v, scaling)
+    pieces = [_Spread.apply(x, layout).split(layout.piece_slots) for x in (query, key, value)]
+    piece = zip(*pieces, strict=True)
+    outputs: list[Tensor] = []
+    for buckets in layout.buckets:
+        query, prompt_key, prompt_value = next(piece)
+        outputs.append(_attend_prompt(query, prompt_key, prompt_value, scaling))
+        for bucket in buckets:
+            query, key, value = (x.unflatten(0, (bucket.num_completions, -1)) for x in next(piece))
+            out = _attend_completions(query, prompt_key, key, prompt_value, value, bucket, scaling)
             outputs.append(out.flatten(0, 1))
-        if span.packed_index is not None:
-            outputs = [torch.cat(outputs).index_select(0, span.packed_index)]
-        pieces += outputs
-    return torch.cat(pieces)
+    return _Collect.apply(torch.cat(outputs), layout)
 
 
-def _pad(x: Tensor, bucket: CompletionBucket) -> Tensor:
-    """[sum of lengths, H, D] of the group -> [C, L, H, D] of the bucket."""
-    if bucket.padded_index is not None:
-        x = x.index_select(0, bucket.padded_index)
-    return x.unflatten(0, (bucket.num_completions, -1))
+class _Spread(torch.autograd.Function):
+    """x [T, ...] in slots. Of slots past a completion's end the gradient is not read: it is exactly 0, since no query
+    of the row sees them and their own outputs are dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: PaddedLayout) -> Tensor:
+        ctx.layout = layout
+        return x.index_select(0, layout.token_of_slot)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.layout.slot_of_token), None
+
+
+class _Collect(torch.autograd.Function):
+    """The tokens [T, ...] of slots."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: PaddedLayout) -> Tensor:
+        ctx.layout = layout
+        return x.index_select(0, layout.slot_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        layout = ctx.layout
+        return grads[0].index_select(0, layout.token_of_slot).index_fill_(0, layout.padding, 0.0), None
 
 
 def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -183,17 +227,17 @@ def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, scaling: float) ->
 
 
 def _attend_completions(
-    query: Tensor, prompt_key: Tensor, key: Tensor, prompt_value: Tensor, value: Tensor, scaling: float
+    query: Tensor,
+    prompt_key: Tensor,
+    key: Tensor,
+    prompt_value: Tensor,
+    value: Tensor,
+    bucket: CompletionBucket,
+    scaling: float,
 ) -> Tensor:
-    """Query [C, L, H, D]; prompt [P, H_kv, D]; own key and value [C, L, H_kv, D] -> [C, L, H, D].
-
-    Slots past a completion's end need no mask of their own: they lie after every real query of their row, so
-    the causal mask hides them, and their outputs are dropped, so their gradients are exactly 0.
-    """
+    """Query [C, L, H, D]; prompt [P, H_kv, D]; own key and value [C, L, H_kv, D] -> [C, L, H, D]."""
     num_completions, length, num_heads, _ = query.shape
     num_kv_heads = key.shape[2]
-    mask = torch.ones(length, len(prompt_key) + length, dtype=torch.bool, device=query.device)
-    mask = mask.tril(len(prompt_key))
     # The query heads that share a key head become more rows of one query: no copy of keys a query head.
     q = query.view(num_completions, length, num_kv_heads, -1, query.shape[-1])
     q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [C, H_kv, H / H_kv * L, D]
@@ -201,7 +245,8 @@ def _attend_completions(
         torch.cat([prompt.expand(num_completions, -1, -1, -1), own], dim=1).transpose(1, 2)
         for prompt, own in ((prompt_key, key), (prompt_value, value))
     )  # [C, H_kv, P + L, D]
-    out = scaled_dot_product_attention(q, k, v, mask.repeat(num_heads // num_kv_heads, 1), scale=scaling)
+    mask = bucket.mask(num_heads // num_kv_heads, like=q)
+    out = scaled_dot_product_attention(q, k, v, mask, scale=scaling)
     out = out.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4)  # [C, L, H_kv, H / H_kv, D]
     return out.flatten(2, 3)
 

@@ -8,7 +8,6 @@ ceil(rows / ranks), the last ones shorter or empty.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +22,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config import LearnerConfig
 from asyncrl.dtypes import compute_dtype
 from asyncrl.errors import LearnerError
+from asyncrl.learner.activations import checkpoint_activations
 from asyncrl.learner.attention import ATTENTION_NAME, GroupLayout
 from asyncrl.learner.logprobs import linear_logprobs, sum_squared_probabilities
 from asyncrl.learner.lora import BASE, adapted_layers, add_adapters, merged_rows
@@ -225,9 +224,7 @@ def shard_model(model: nn.Module, decoder: nn.Module, config: LearnerConfig, mes
             feed_forward = block.mlp
             assert isinstance(feed_forward, nn.Module)
             feed_forward.compile(dynamic=True)
-        if config.activation_checkpointing:
-            # The method and not a wrapper around the block: names of parameters stay Hugging Face's.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        checkpoint_activations(block, config.activation_checkpointing)
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 

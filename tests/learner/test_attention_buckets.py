@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,21 +27,26 @@ def test_equal_lengths_share_one_call_and_a_long_tail_does_not():
     assert bucket_by_length([20, 21, 300, 19, 22, 20], 1.1) == [[2], [0, 1, 3, 4, 5]]
 
 
-@given(lengths=LENGTHS)
-def test_the_slot_of_each_packed_token_holds_that_token(lengths: list[int]):
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 40), max_size=8)), min_size=1, max_size=3
+    )
+)
+def test_the_slot_of_each_packed_token_holds_that_token_and_the_others_are_padding(groups):
     # Mutation caught: buckets put end to end in the order of lengths instead of that of the packed row.
-    span = GroupLayout([(3, lengths)], torch.device("cpu")).spans[0]
-    total = sum(lengths)
-    if span.packed_index is None:
-        assert len(set(lengths)) == 1
-        return
-    slots = torch.cat([bucket.padded_index for bucket in span.buckets if bucket.padded_index is not None])
-    assert slots[span.packed_index].tolist() == list(range(total))
-    assert sum(bucket.num_completions for bucket in span.buckets) == len(lengths)
+    layout = GroupLayout(groups, torch.device("cpu")).padded
+    total = sum(prompt + sum(lengths) for prompt, lengths in groups)
+    assert layout.token_of_slot[layout.slot_of_token].tolist() == list(range(total))
+    assert sorted([*layout.slot_of_token.tolist(), *layout.padding.tolist()]) == list(
+        range(len(layout.token_of_slot))
+    )
+    assert sum(layout.piece_slots) == len(layout.token_of_slot)
+    assert len(layout.piece_slots) == len(groups) + sum(map(len, layout.buckets))
 
 
-@pytest.mark.parametrize("lengths", [[], [5], [4, 4]])
-def test_no_completion_and_equal_ones_need_no_index(lengths: list[int]):
-    span = GroupLayout([(3, lengths)], torch.device("cpu")).spans[0]
-    assert span.packed_index is None
-    assert len(span.buckets) == (1 if lengths else 0)
+def test_a_mask_hides_the_keys_after_each_query_and_is_made_once():
+    # Mutations caught: triu(prompt_length) (a token would not see itself); a mask a layer.
+    bucket = GroupLayout([(2, [3, 3])], torch.device("cpu")).padded.buckets[0][0]
+    mask = bucket.mask(2, like=torch.zeros(1))
+    assert (mask == 0).int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]] * 2
+    assert bucket.mask(2, like=torch.zeros(1)) is mask

@@ -113,7 +113,7 @@ def test_attention_without_padding_is_that_of_padded_groups_in_value_and_gradien
         out = attend(*inputs)
         return [out, *torch.autograd.grad(out, inputs, upstream)]
 
-    padded = run(lambda *qkv: attend_padded(*qkv, layout, SCALING))
+    padded = run(lambda *qkv: attend_padded(*qkv, layout.padded, SCALING))
     varlen = run(lambda *qkv: attend_varlen(*qkv, layout.varlen, SCALING))
     for ours, expected in zip(varlen, padded, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
