@@ -52,9 +52,11 @@ def write_supervised_model(folder: Path) -> Path:
     return path
 
 
-def ptx_config(model_path: Path, *, rows: int = 5, tokens: int = 8192, **algorithm: object) -> Config:
+def ptx_config(
+    model_path: Path, *, rows: int = 5, tokens: int = 8192, lr: float = 0.5, **algorithm: object
+) -> Config:
     """Rollouts at temperature 0.7, which the supervised tokens have nothing of."""
-    tree = sgd_config(max_tokens_per_microbatch=tokens).model_dump(mode="json")
+    tree = sgd_config(lr=lr, max_tokens_per_microbatch=tokens).model_dump(mode="json")
     loss = {"ptx": {"coef": COEF, "rows_per_minibatch": rows}}
     tree["algorithm"] = {"loss": loss} | algorithm
     tree["data"]["supervised"] = [{"path": str(model_path.with_name("supervised.jsonl"))}]
@@ -124,9 +126,9 @@ def test_a_denominator_that_is_known_afterwards_is_not_that_of_supervised_tokens
 
 
 def test_every_step_takes_rows_of_its_own_and_the_metrics_are_of_all_steps(tmp_path: Path):
-    # Mutations: the rows of the version's first step in all of them; tokens of the last step alone.
+    # Mutations: the rows of the version's first step in all of them; tokens, or the loss, of the last step alone.
     path, groups = write_supervised_model(tmp_path), uneven_groups()
-    config = ptx_config(path, rows=2)
+    config = ptx_config(path, rows=2, lr=0.0)
     with one_rank(path, config, tmp_path / "store") as learner:
         shard = shard_of_minibatches(groups, [[[[0, 2, 4]]], [[[1, 3]]]], num_epochs=2, index=1)
         steps = steps_of(learner)
@@ -134,9 +136,12 @@ def test_every_step_takes_rows_of_its_own_and_the_metrics_are_of_all_steps(tmp_p
         metrics = learner.update(shard)
     in_order = [row for of_step in rows for row in of_step]  # positions 8 to 15; an epoch is 10 to 14
     assert sorted(in_order[2:7]) == [0, 1, 2, 3, 4]
-    lengths = dataset_of(path, config).completion_lengths
-    assert metrics["batch/supervised_tokens"] == sum(int(lengths[row]) for of_step in rows for row in of_step)
-    assert metrics["actor/ptx_loss"] > 0
+    dataset = dataset_of(path, config)
+    assert metrics["batch/supervised_tokens"] == dataset.completion_lengths[in_order].sum()
+    of_steps = [plain_ptx(path, dataset, of_step)[0] for of_step in rows]
+    weights = [shard.plan.num_trained_tokens_of(number) for number in (0, 1, 0, 1)]
+    expected = sum(w * loss for w, loss in zip(weights, of_steps, strict=True)) / sum(weights)
+    assert metrics["actor/ptx_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def plan_of(index: int, num_minibatches: int, num_epochs: int) -> Plan:
