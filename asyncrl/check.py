@@ -12,6 +12,7 @@ from asyncrl.envs.dataset import Dataset
 from asyncrl.envs.eval_report import num_eval_prompts
 from asyncrl.envs.mixture import shares
 from asyncrl.envs.reward_checks import models_to_fetch
+from asyncrl.envs.supervised import SupervisedDataset, max_row_tokens
 from asyncrl.launch.model_facts import read_tensor_shapes
 from asyncrl.launch.preflight import (
     Examined,
@@ -22,6 +23,7 @@ from asyncrl.launch.preflight import (
     max_shard_bytes,
     snapshot_bytes,
 )
+from asyncrl.launch.prepare import supervised_found
 from asyncrl.launch.resources import Placements
 from asyncrl.models.source import absence, model_is_ready, resolve_model
 from asyncrl.weight_sync.snapshot import bytes_free
@@ -38,9 +40,12 @@ def check(config: Config) -> list[tuple[str, str]]:
     """(what, value) rows in reading order. Raises ConfigError or DataError for what `prepare` refuses too."""
     examined = check_config(config)
     model_path = resolve_model(config.model) if model_is_ready(config.model) else None
-    dataset, eval_dataset = check_model(examined, model_path) if model_path is not None else (None, None)
+    dataset, eval_dataset, supervised = (
+        check_model(examined, model_path) if model_path is not None else (None, None, None)
+    )
     return [
         *_data(config, examined, dataset, eval_dataset),
+        *_supervised(config, supervised),
         *_reward_models(config),
         *_algorithm(config),
         *_batch(config),
@@ -72,6 +77,27 @@ def _data(config: Config, examined: Examined, dataset: Dataset | None, eval_data
     yield (
         "the run",
         f"{config.learner.max_versions} versions, {needed} prompts, {_epochs(config, sizes, needed)}",
+    )
+
+
+def _supervised(config: Config, dataset: SupervisedDataset | None) -> Rows:
+    if not config.data.supervised:
+        return
+    ptx, learner = config.algorithm.loss.ptx, config.learner
+    if dataset is None:
+        yield (
+            "supervised",
+            f"{', '.join(source.path for source in config.data.supervised)}; counted with the model",
+        )
+        return
+    yield "supervised", f"{supervised_found(dataset)}; at most {max_row_tokens(config)} tokens a row"
+    needed = learner.max_versions * learner.minibatches * learner.epochs * ptx.rows_per_minibatch
+    parts = shares(dataset.sizes, [source.weight for source in config.data.supervised])
+    epochs = max(needed * part / size for part, size in zip(parts, dataset.sizes, strict=True))
+    yield (
+        "",
+        f"{ptx.coef:g} x their cross entropy in every optimizer step, {ptx.rows_per_minibatch} rows each: {needed} "
+        f"rows, {epochs:.2f} epochs",
     )
 
 

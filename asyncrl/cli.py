@@ -163,7 +163,8 @@ def data(
 ) -> None:
     """Print what became of each source's rows, prompt lengths, and the first prompts as the model sees them."""
     from asyncrl.envs.dataset import load_rows, load_tokenizer, tokenize
-    from asyncrl.envs.inspect_data import describe
+    from asyncrl.envs.inspect_data import describe, describe_supervised
+    from asyncrl.envs.supervised import SUPERVISED_KEY, load_supervised
     from asyncrl.launch.preflight import load_eval_rows
     from asyncrl.models.source import model_is_ready, resolve_model
 
@@ -179,6 +180,9 @@ def data(
         if sources:
             shown = describe(tokenize(sources, loaded.data, tokenizer), loaded.data, tokenizer, rows)
             print(key, *shown, sep="\n")
+    if loaded.data.supervised:
+        supervised = load_supervised(loaded, tokenizer)
+        print(SUPERVISED_KEY, *describe_supervised(supervised, loaded, tokenizer, rows), sep="\n")
 
 
 @app.command()

@@ -173,6 +173,7 @@ def _setting_rows(config: Config) -> list[tuple[str, str]]:
         ("base model", shown_name(config.model)),
         ("algorithm", ", ".join([shown_name(config.algorithm.type), *_changed_options(config.algorithm)])),
         ("data", ", ".join(_source(source) for source in config.data.train)),
+        *(("supervised data", _source(source)) for source in config.data.supervised),
         ("reward", ", ".join(f"{shown_name(r.name)} (weight {r.weight:g})" for r in config.reward)),
         ("batch", f"{learner.prompts_per_batch} prompts x {rollout.group_size} completions a version"),
         ("optimizer steps a version", f"{learner.minibatches} mini-batches x {learner.epochs} epochs"),

@@ -67,6 +67,7 @@ class Trainer:
         reward_funcs: Reward | Sequence[Reward] | None = None,
         train_dataset: str | Path | Rows | None = None,
         eval_dataset: str | Path | Rows | None = None,
+        supervised_dataset: str | Path | Rows | None = None,
         processing_class: Any = None,
         config: str | Path | Config | Mapping[str, Any] | None = None,
         **keys: Any,
@@ -77,7 +78,8 @@ class Trainer:
         `reward_funcs`: one or several; names as in the config's `reward`, or functions that stand at the top of
         a file, called in asyncrl's, verl's or TRL's way by their parameters' names; with several, their sum,
         weighted where a table says so: `{"name": brevity, "weight": 0.1}`.
-        `train_dataset`, `eval_dataset`: a path or name as in `data.train`, or rows (dicts, a `datasets.Dataset`).
+        `train_dataset`, `eval_dataset`, `supervised_dataset`: a path or name as in `data.train`, or rows (dicts, a
+        `datasets.Dataset`); the last one is the data of `algorithm={"loss": {"ptx": {"coef": ...}}}`.
         `config`: a YAML file, a Config or a tree to start from. `keys`: top-level keys on top of it, tables as
         dicts: `Trainer(..., algorithm="ppo", max_staleness=1, learner={"lr": 1e-5})`. `algorithm` may hold functions
         where the config names one: `algorithm={"loss": {"policy": my_loss}}`.
@@ -86,7 +88,8 @@ class Trainer:
         for key, value in keys.items():
             _put(tree, key, _named(value) if key == "algorithm" else value)
         self._words = _Words()
-        for name, data in (("train", train_dataset), ("eval", eval_dataset)):
+        datasets = {"train": train_dataset, "eval": eval_dataset, "supervised": supervised_dataset}
+        for name, data in datasets.items():
             argument = f"{name}_dataset"
             if data is not None:
                 path = _path_of(data, argument)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.coordinator.order import DataOrder
 from asyncrl.envs.dataset import load_dataset, load_tokenizer
+from asyncrl.envs.order import DataOrder
 from asyncrl.models.source import resolve_model
 
 

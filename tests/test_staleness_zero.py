@@ -27,9 +27,9 @@ from asyncrl.config.advantages import OutcomeAdvantages
 from asyncrl.coordinator.batches import plan_batch
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
-from asyncrl.coordinator.order import DataOrder, request_seed
 from asyncrl.envs.dataset import Dataset, load_tokenizer
 from asyncrl.envs.env import Answer, RewardOutcome, SingleTurnEnv
+from asyncrl.envs.order import DataOrder, request_seed
 from asyncrl.learner.experience import receive_shard
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.mesh import make_mesh

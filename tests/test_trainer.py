@@ -155,6 +155,15 @@ def test_rows_may_hold_what_a_file_of_them_may(tmp_path: Path):
     )
 
 
+def test_supervised_rows_in_memory_are_the_data_of_ptx():
+    # Mutation: drop the argument from the loop over data sets -> the coefficient has no data.
+    algorithm = {"loss": {"ptx": {"coef": 0.1}}}
+    config = Trainer(supervised_dataset=[{"text": "ab"}], algorithm=algorithm).config
+    assert Path(config.data.supervised[0].path).read_text() == '{"text": "ab"}\n'
+    with pytest.raises(ConfigError, match=r"supervised_dataset.* is never trained with .*ptx\.coef 0"):
+        Trainer(supervised_dataset=[{"text": "ab"}])
+
+
 @pytest.mark.parametrize("data", [3, {"train": [{"prompt": "a"}]}], ids=["number", "all splits"])
 def test_what_is_neither_path_nor_rows_is_refused(data: Any):
     # Mutation: iterate anyway -> a TypeError without the name of the argument; the splits' names taken for rows.

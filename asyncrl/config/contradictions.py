@@ -125,8 +125,14 @@ def _compares_with_rollout(policy: PolicyLoss, proximal: str) -> bool:
 
 def _of_the_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     loss, correction = algorithm.loss, algorithm.correction
-    if loss.ptx.coef:
-        yield f"loss.ptx.coef: {loss.ptx.coef} is not built yet; use 0.0"
+    if (
+        not loss.ptx.coef
+        and loss.ptx.rows_per_minibatch != type(loss.ptx).model_fields["rows_per_minibatch"].default
+    ):
+        yield (
+            f"loss.ptx.rows_per_minibatch: {loss.ptx.rows_per_minibatch} rows are never taken with loss.ptx.coef 0; "
+            "set that too, or leave it out"
+        )
     if loss.ptx.positive_coef and correction.rejections and correction.denominator == "kept":
         yield (
             "loss.ptx.positive_coef: its count is known before the correction, and that of correction.denominator kept "

@@ -67,7 +67,7 @@ LOSS_PRESETS: dict[str, dict[str, Options]] = {
         "cross_entropy": {"aggregation": {"mode": "token-sum"}},
     },
     "openrlhf": {
-        "any": {"aggregation": {"at_least": 0.0}, "kl": {"clamp_estimate": 10.0}},
+        "any": {"aggregation": {"at_least": 0.0}, "kl": {"clamp_estimate": 10.0}, "ptx": {"coef": 0.05}},
         "gspo": {"policy": UNBOUNDED, "aggregation": PER_TRAINED_ROW},
     },
     "nemo": {
@@ -140,14 +140,16 @@ def policy_options(policy: Any) -> Any:
 
 
 def with_preset(options: Options) -> Options:
-    """The options of a LossConfig on top of its preset's. A KL is added only where the options have one."""
+    """The options of a LossConfig on top of its preset's. What needs more than options (a KL a reference model, ptx a
+    data set) is added only where the options have a table of it."""
     policy = policy_options(options.get("policy", {}))
     if not isinstance(options.get("preset"), str) or not isinstance(policy, dict):
         return options
     presets = LOSS_PRESETS.get(options["preset"], {})
     merged = _layered(presets.get("any", {}), presets.get(policy["type"], {}), options | {"policy": policy})
-    if options.get("kl") is None:
-        merged.pop("kl", None)
+    for name in ("kl", "ptx"):
+        if options.get(name) is None:
+            merged.pop(name, None)
     return merged
 
 

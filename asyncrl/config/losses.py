@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from asyncrl.config.loss_presets import PEERS, VALUE_PEERS, policy_options, with_preset, with_value_preset
-from asyncrl.config.table import Table, names_a_function
+from asyncrl.config.table import Positive, Table, names_a_function
 
 AboveZero = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -270,10 +270,12 @@ class EntropyConfig(Table):
 
 
 class PtxConfig(Table):
-    """coef * cross entropy of other tokens (InstructGPT's pre-training mix), or of good answers (VAPO)."""
+    """coef * cross entropy of other tokens (InstructGPT's PPO-ptx, arXiv:2203.02155), or of good answers (VAPO)."""
 
     coef: NotNegative = 0.0
-    """Of the token mean over supervised tokens that the batch brings beside its trajectories."""
+    """Of the token mean over the supervised tokens of the step, which are of `data.supervised`; temperature 1."""
+    rows_per_minibatch: Positive = 8
+    """Rows of `data.supervised` that every optimizer step takes, over all ranks."""
     positive_coef: NotNegative = 0.0
     """Of the token mean over the trajectories whose reward, after shaping, is above 0."""
 

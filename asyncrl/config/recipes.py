@@ -44,7 +44,7 @@ STAGES: dict[str, Stage] = {
     "select": Stage(
         "tokens that the loss chooses once a mini-batch (kl_cov, top entropy)", needs=("score", "advantage")
     ),
-    "loss": Stage("policy loss, KL, entropy", needs=("score", "advantage")),
+    "loss": Stage("policy loss, KL, entropy, supervised tokens", needs=("score", "advantage")),
     "critic": Stage("value loss, and the critic's step", needs=("values", "advantage")),
     "update": Stage("the optimizer's step", needs=("loss",)),
 }

@@ -138,6 +138,8 @@ RENAMES: dict[str, str] = {
     # OpenRLHF
     "pretrain": "model",
     "prompt_data": "data.train",
+    "pretrain_data": "data.supervised",
+    "ptx_coef": "algorithm.loss.ptx.coef",
     "prompt_max_len": "data.max_prompt_tokens",
     "generate_max_len": "rollout.max_completion_tokens",
     "n_samples_per_prompt": "rollout.group_size",

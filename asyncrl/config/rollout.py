@@ -30,12 +30,18 @@ class SourceConfig(Table):
 
 
 class DataConfig(Table):
-    """Where prompts come from."""
+    """Where prompts, and supervised tokens, come from."""
 
     train: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(path="rev4"),)
     """Path of one source, or a list of sources (paths, or tables {path: ..., weight: ..., columns: ...})."""
     eval: tuple[SourceConfig, ...] = ()
     """The data set of evaluations, named like `train`; null is none."""
+    supervised: tuple[SourceConfig, ...] = ()
+    """The data set of `algorithm.loss.ptx`, named like `train`; null is none. A row has the columns `prompt` and
+    `completion`, or `messages`, or `text`."""
+    max_supervised_tokens: Positive | None = None
+    """Longer rows of `supervised`, prompt and completion together, are dropped, counted and shown; null is
+    max_prompt_tokens and the rollout's max_completion_tokens together. Tokens."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a list of chat messages, or a string."""
     answer_key: str = "answer"
@@ -52,7 +58,7 @@ class DataConfig(Table):
     max_rows: Positive = 10_000
     """At most this many rows are taken from a generator."""
 
-    @field_validator("train", "eval", mode="before")
+    @field_validator("train", "eval", "supervised", mode="before")
     @classmethod
     def _by_path(cls, value: Any) -> Any:
         return tables_by_name(value, "path")

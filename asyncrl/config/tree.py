@@ -100,6 +100,7 @@ class Config(Table):
                 f"{self.learner.prompts_per_batch}; a group stays whole, so a mini-batch has at least one"
             )
         self._check_evaluation()
+        self._check_supervised()
         in_flight = self.rollout.max_groups_in_flight
         if in_flight != "auto" and in_flight * self.rollout.group_size > self.rollout.max_num_seqs:
             raise ValueError(
@@ -150,6 +151,25 @@ class Config(Table):
             raise ValueError(
                 f"algorithm.shaping.overlong.buffer_tokens {buffer} exceeds rollout.max_completion_tokens {longest}; "
                 "lower it, or set algorithm.shaping.overlong.max_tokens"
+            )
+
+    def _check_supervised(self) -> None:
+        ptx, data = self.algorithm.loss.ptx, self.data
+        names = ", ".join(source.path for source in data.supervised)
+        if ptx.coef and not data.supervised:
+            raise ValueError(
+                f"algorithm.loss.ptx.coef {ptx.coef} has no supervised tokens; name a data set in data.supervised, or "
+                "use 0.0"
+            )
+        if data.supervised and not ptx.coef:
+            raise ValueError(
+                f"data.supervised: {names} is never trained with algorithm.loss.ptx.coef 0; set it, or leave the data "
+                "out (data.supervised=null)"
+            )
+        if data.max_supervised_tokens is not None and not data.supervised:
+            raise ValueError(
+                f"data.max_supervised_tokens {data.max_supervised_tokens} bounds nothing without data.supervised; "
+                "leave it out"
             )
 
     def _check_evaluation(self) -> None:

@@ -27,12 +27,12 @@ from asyncrl.coordinator.evaluation import Evaluations
 from asyncrl.coordinator.learner_side import LearnerSide
 from asyncrl.coordinator.ledger import Ledger
 from asyncrl.coordinator.mailbox import Mailbox, Refusal
-from asyncrl.coordinator.order import DataOrder
 from asyncrl.coordinator.server_side import ServerSide
 from asyncrl.coordinator.staleness import OverAge, Pacing
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.envs.dataset import Dataset
 from asyncrl.envs.eval_report import num_eval_prompts
+from asyncrl.envs.order import DataOrder
 from asyncrl.errors import PeerLost, WireError, first_cause, last_line
 from asyncrl.run_directory import RunDirectory
 from asyncrl.stream.codec import Received

@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable
 from asyncrl.config import Config
 from asyncrl.coordinator.evaluation import Evaluation, Evaluations
 from asyncrl.coordinator.mailbox import Refusal
-from asyncrl.coordinator.order import eval_seed
 from asyncrl.coordinator.servers import ServerState
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.envs.dataset import Dataset, TokenizedRow
 from asyncrl.envs.eval_report import EvalReport, evaluate
+from asyncrl.envs.order import eval_seed
 from asyncrl.envs.rows import answer_of
 from asyncrl.errors import WireError
 from asyncrl.run_directory import PromptText, RunDirectory

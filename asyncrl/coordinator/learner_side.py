@@ -9,10 +9,10 @@ from asyncrl.config.advantages import ComponentAdvantages
 from asyncrl.coordinator.batches import MaskedGroup, batch_metrics, mask_group, plan_batch
 from asyncrl.coordinator.ledger import Ledger
 from asyncrl.coordinator.mailbox import Mailbox
-from asyncrl.coordinator.order import DataOrder
 from asyncrl.coordinator.staleness import can_form_batch
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.envs.dataset import Dataset
+from asyncrl.envs.order import DataOrder
 from asyncrl.envs.rewards import reward_labels
 from asyncrl.envs.rows import answer_of
 from asyncrl.errors import PeerLost

@@ -8,11 +8,11 @@ from asyncrl.config import Config, shared_digest
 from asyncrl.coordinator.evaluation import Evaluations
 from asyncrl.coordinator.ledger import LeaseRecord, Ledger, Verdict
 from asyncrl.coordinator.mailbox import Mailbox, Refusal
-from asyncrl.coordinator.order import DataOrder, request_seed
 from asyncrl.coordinator.servers import Servers, ServerState
 from asyncrl.coordinator.shaping import admit
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.envs.dataset import Dataset
+from asyncrl.envs.order import DataOrder, request_seed
 from asyncrl.errors import PeerLost, RewardError, WireError
 from asyncrl.run_directory import RunDirectory
 from asyncrl.stream.codec import Received

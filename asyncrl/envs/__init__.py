@@ -2,6 +2,8 @@
 
 tasks.py      the demonstrations: what rows look like
 dataset.py    how rows become prompts               (rows.py, sources.py, prompts.py, mixture.py below it)
+supervised.py how rows become supervised tokens      (supervised_rows.py below it)
+order.py      which prompt comes next, with which seeds
 env.py        one rollout, and the seams of this folder
 group_scoring.py     when a group's answers are scored      -> weighted_rewards.py   all rewards, added up
 rewards.py           what a reward is, by name      (reward_styles.py, gsm8k.py, math_answer.py, reward_model.py)

@@ -32,6 +32,8 @@ from asyncrl.user_code import import_function
 
 BATCH_ROWS = 1000
 """Prompts that are tokenised at once."""
+RowCheck = Callable[[dict[str, Any], object], None]
+"""(row, where it is from) -> raises DataError for one that is unusable."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -229,27 +231,41 @@ def load_dataset(
 
 
 def load_rows(
-    sources: Sequence[SourceConfig], data: DataConfig, seed: int, key: str = "data.train"
+    sources: Sequence[SourceConfig],
+    data: DataConfig,
+    seed: int,
+    key: str = "data.train",
+    check_row: RowCheck | None = None,
 ) -> list[SourceRows]:
-    """The rows of each source, every one looked at: shape, values, filter, prompt.
+    """The rows of each source, every one looked at: shape, values, filter, prompt (or what `check_row` looks at).
 
     `seed` is given to generators; `key` is where the config names the sources, for errors. Raises ConfigError
     (unknown source, filter or weights), DataError (unusable rows, or none).
     """
     if takes_turns(weights := [source.weight for source in sources]):
         integer_weights(weights)
-    return [examine(open_source(source, seed, data.max_rows, key), source, data, key) for source in sources]
+    return [
+        examine(open_source(source, seed, data.max_rows, key), source, data, key, check_row)
+        for source in sources
+    ]
 
 
-def examine(table: RowTable, source: SourceConfig, data: DataConfig, key: str = "data.train") -> SourceRows:
+def examine(
+    table: RowTable,
+    source: SourceConfig,
+    data: DataConfig,
+    key: str = "data.train",
+    check_row: RowCheck | None = None,
+) -> SourceRows:
     """Reads every row once and remembers which are kept. Raises ConfigError, DataError."""
+    check_row = check_row or (lambda row, where: check_prompt(row, data.prompt_key, where))
     keep = import_function(source.filter, f"{key}: filter") if source.filter is not None else None
     kept = array("q")
     for position in range(len(table)):
         where = Where(table, position)
         row = shape_row(table[position], source.columns, where)
         if keep is None or _passes(keep, row, source.filter, where):
-            check_prompt(row, data.prompt_key, where)
+            check_row(row, where)
             kept.append(position)
     if not len(table):
         raise DataError(f"{source.path}: no rows")

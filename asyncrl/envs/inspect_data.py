@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.config import DataConfig
+from asyncrl.config import Config, DataConfig
 from asyncrl.envs.dataset import Dataset, SourceCounts, TokenizedRow
 from asyncrl.envs.rows import answer_of
+from asyncrl.envs.supervised import SupervisedDataset, max_row_tokens
 from asyncrl.types import Int32
 
 NUM_IDS_SHOWN = 32
@@ -36,6 +37,37 @@ def describe(
     if len(dataset.parts) > 1:
         yield f"all {len(dataset.parts)} sources: {len(dataset)} of {dataset.num_rows} rows kept"
         yield f"  prompt tokens: {lengths_in_words(dataset.prompt_lengths)}"
+
+
+def describe_supervised(
+    dataset: SupervisedDataset, config: Config, tokenizer: PreTrainedTokenizerFast, num_rows: int
+) -> Iterator[str]:
+    """As `describe`, of data.supervised; what trains of a row stands apart."""
+    first = 0
+    for counts in dataset.counts:
+        yield f"{counts.name}: {counts.num_kept} of {counts.num_rows} rows kept"
+        for number, what in (
+            (counts.num_filtered, "left out by its filter"),
+            (counts.num_without_completion, "without a completion"),
+            (
+                counts.num_too_long,
+                f"longer than {max_row_tokens(config)} tokens (data.max_supervised_tokens)",
+            ),
+        ):
+            if number:
+                yield f"  {number} {what}"
+        own = slice(first, first + counts.num_kept)
+        yield f"  prompt tokens: {lengths_in_words(dataset.prompt_lengths[own])}"
+        yield f"  tokens that train: {lengths_in_words(dataset.completion_lengths[own])}"
+        for index in range(first, first + min(num_rows, counts.num_kept)):
+            row = dataset[index]
+            lengths = f"{len(row.prompt_ids)} tokens, then {len(row.completion_ids)} train"
+            yield f"  kept row {index - first} (from 0): {lengths}"
+            for mark, ids in (("|", row.prompt_ids), (">", row.completion_ids)):
+                text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+                assert isinstance(text, str)
+                yield from (f"    {mark} {line}" for line in text.split("\n"))
+        first += counts.num_kept
 
 
 def lengths_in_words(lengths: Int32) -> str:

@@ -1,5 +1,5 @@
-"""How several sources share the prompts of a run: pure functions over numbers. Called by dataset.py and
-coordinator/order.py.
+"""How several sources share the prompts of a run: pure functions over numbers. Called by dataset.py
+and order.py.
 
 Equal weights: the sources are shuffled together, so that each has the share of its size. Weights that differ:
 each source has its weight's share, whatever its size, by taking turns in a fixed cycle.

@@ -88,11 +88,11 @@ def check_prompt(row: Mapping[str, Any], key: str, where: object) -> None:
             f"{where}, column {key!r}: missing; the row has {', '.join(sorted(row))}; set data.prompt_key, or "
             "columns.prompt of the source"
         )
-    if problem := _prompt_problem(row[key]):
+    if problem := prompt_problem(row[key]):
         raise DataError(f"{where}, column {key!r}: {problem}")
 
 
-def _prompt_problem(prompt: object) -> str:
+def prompt_problem(prompt: object) -> str:
     """Why it is no prompt; empty when it is one."""
     if isinstance(prompt, str):
         return "" if prompt else "an empty prompt"

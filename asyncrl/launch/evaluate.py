@@ -21,11 +21,11 @@ from rich.table import Table
 
 from asyncrl.config import Config
 from asyncrl.coordinator.eval_side import eval_sampling
-from asyncrl.coordinator.order import eval_seed
 from asyncrl.dtypes import publish_dtype
 from asyncrl.envs.dataset import Dataset, load_tokenizer, tokenize
 from asyncrl.envs.env import Env, Rewards, SingleTurnEnv
 from asyncrl.envs.eval_report import EvalReport, evaluate, num_eval_prompts
+from asyncrl.envs.order import eval_seed
 from asyncrl.errors import ConfigError, EngineError, first_cause
 from asyncrl.launch.logs import output_to, shown_end
 from asyncrl.launch.model_facts import check_length

@@ -35,10 +35,16 @@ def read_hidden_size(model_path: Path) -> int:
     return hidden_size
 
 
-def check_length(model_path: Path, num_tokens: int, key: str = "") -> None:
+def check_length(
+    model_path: Path,
+    num_tokens: int,
+    key: str = "",
+    *,
+    what: str = "data.max_prompt_tokens + max_completion_tokens (of rollout or eval)",
+) -> None:
     """Raises ConfigError when prompt and completion together may exceed the model's positions.
 
-    `key`: that names the model, where it is not the policy.
+    `key`: that names the model, where it is not the policy. `what`: bounds prompt and completion.
     """
     model = read_model_config(model_path)
     key = f"{key}: " if key else ""
@@ -47,8 +53,8 @@ def check_length(model_path: Path, num_tokens: int, key: str = "") -> None:
     )
     if isinstance(longest, int) and num_tokens > longest:
         raise ConfigError(
-            f"{key}data.max_prompt_tokens + max_completion_tokens (of rollout or eval) = {num_tokens}, and "
-            f"{model_path} has {longest} positions (max_position_embeddings); lower one of them"
+            f"{key}{what} = {num_tokens}, and {model_path} has {longest} positions (max_position_embeddings); lower "
+            "that"
         )
 
 

@@ -16,6 +16,12 @@ from asyncrl.config import Config
 from asyncrl.dtypes import compute_dtype, publish_dtype
 from asyncrl.envs.dataset import Dataset, SourceRows, load_rows, load_tokenizer, tokenize
 from asyncrl.envs.reward_checks import check_rows, resolve_rewards
+from asyncrl.envs.supervised import (
+    SupervisedDataset,
+    load_supervised_rows,
+    max_row_tokens,
+    tokenize_supervised,
+)
 from asyncrl.errors import ConfigError
 from asyncrl.launch.algorithm_checks import check_algorithm, check_named_model, named_models
 from asyncrl.launch.model_facts import check_length, read_tensor_shapes
@@ -51,6 +57,8 @@ class Examined:
     """Of data.train, a source each."""
     eval_rows: list[SourceRows]
     """Of data.eval."""
+    supervised_rows: list[SourceRows]
+    """Of data.supervised."""
 
 
 def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
@@ -76,7 +84,7 @@ def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
     rows = load_rows(config.data.train, config.data, config.seed)
     eval_rows = load_eval_rows(config)
     check_rows(config, rewards, [*rows, *eval_rows])
-    return Examined(config, placements, device, rows, eval_rows)
+    return Examined(config, placements, device, rows, eval_rows, load_supervised_rows(config))
 
 
 def check_rewards(config: Config, rows: Iterable[SourceRows]) -> None:
@@ -89,13 +97,15 @@ def load_eval_rows(config: Config) -> list[SourceRows]:
     return load_rows(config.data.eval, config.data, config.seed + 1, "data.eval")
 
 
-def check_model(examined: Examined, model_path: Path) -> tuple[Dataset, Dataset]:
+def check_model(examined: Examined, model_path: Path) -> tuple[Dataset, Dataset, SupervisedDataset]:
     """What the model's folder decides: lengths, snapshots, the data as tokens. Raises ConfigError, DataError.
 
-    Returns the prompts of data.train and those of data.eval, which may be none.
+    Returns the prompts of data.train, those of data.eval and the rows of data.supervised; the last two may be none.
     """
     config = examined.config
     check_length(model_path, max_sequence_tokens(config))
+    if config.data.supervised:
+        check_length(model_path, max_row_tokens(config), what="data.max_supervised_tokens")
     for key, name in named_models(config).items():
         if model_is_ready(name):
             check_named_model(config, key, resolve_model(name), model_path, max_sequence_tokens(config))
@@ -110,6 +120,7 @@ def check_model(examined: Examined, model_path: Path) -> tuple[Dataset, Dataset]
     return (
         tokenize(examined.rows, config.data, tokenizer),
         tokenize(examined.eval_rows, config.data, tokenizer),
+        tokenize_supervised(examined.supervised_rows, config, tokenizer),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.envs.dataset import Dataset
 from asyncrl.envs.reward_checks import models_to_fetch
+from asyncrl.envs.supervised import SupervisedDataset
 from asyncrl.errors import ConfigError
 from asyncrl.launch.algorithm_checks import named_models
 from asyncrl.launch.model_facts import read_vocab_size
@@ -30,6 +31,8 @@ class Prepared:
     dataset: Dataset
     eval_dataset: Dataset
     """Of data.eval; empty when there is none."""
+    supervised: SupervisedDataset
+    """Of data.supervised, for people to see: the ranks read it for themselves; empty when there is none."""
     placements: Placements
     device: str
     """cpu | cuda"""
@@ -46,8 +49,10 @@ async def prepare(config: Config, start: Collection[str] = ROLES) -> Prepared:
     model_path = await fetch_model(config.model)
     for key, name in named_models(config).items():
         await fetch_model(name, key)
-    dataset, eval_dataset = check_model(examined, model_path)
-    return Prepared(config, model_path, dataset, eval_dataset, examined.placements, examined.device)
+    dataset, eval_dataset, supervised = check_model(examined, model_path)
+    return Prepared(
+        config, model_path, dataset, eval_dataset, supervised, examined.placements, examined.device
+    )
 
 
 async def fetch_reward_models(config: Config) -> bool:
@@ -91,6 +96,22 @@ def prompts_found(dataset: Dataset, num_used: int | None = None) -> str:
     too_long = f", {dataset.num_too_long} dropped as too long" if dataset.num_too_long else ""
     used = f"the first {num_used} of " if num_used is not None and num_used < len(dataset) else ""
     return f"{used}{len(dataset)} prompts from {dataset.source}{filtered}{too_long}"
+
+
+def supervised_found(dataset: SupervisedDataset) -> str:
+    """As `prompts_found`, of the rows of data.supervised."""
+    total = dataset.total
+    left_out = "".join(
+        f", {number} {what}"
+        for number, what in (
+            (total.num_filtered, "filtered"),
+            (total.num_without_completion, "without a completion"),
+            (total.num_too_long, "dropped as too long"),
+        )
+        if number
+    )
+    num_tokens = int(dataset.completion_lengths.sum())
+    return f"{total.num_kept} rows from {total.name}, {num_tokens} tokens that train{left_out}"
 
 
 def message_limits(config: Config, model_path: Path) -> Limits:

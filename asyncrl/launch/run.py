@@ -27,7 +27,7 @@ from asyncrl.errors import first_cause, last_line
 from asyncrl.launch.child import ChildSpec
 from asyncrl.launch.console import show
 from asyncrl.launch.model_facts import read_hidden_size
-from asyncrl.launch.prepare import Prepared, message_limits, prepare, prompts_found
+from asyncrl.launch.prepare import Prepared, message_limits, prepare, prompts_found, supervised_found
 from asyncrl.launch.processes import Processes
 from asyncrl.launch.resources import ROLES
 from asyncrl.model_card import write_model_card
@@ -166,6 +166,8 @@ class Launch:
             dataset = self._prepared.eval_dataset
             num_used = num_eval_prompts(len(dataset), self._config)
             self._say(f"evaluation: {prompts_found(dataset, num_used)}")
+        if len(self._prepared.supervised):
+            self._say(f"supervised: {supervised_found(self._prepared.supervised)}")
         if self._start:
             self._say(
                 f"starting {' and '.join(self._start)} (about a minute); logs in {self._directory.logs}"

@@ -85,9 +85,15 @@ class PolicyModel(nn.Module):
         self.entropy_gradient = entropy_gradient
         self.value_head = value_head
 
-    def forward(self, batch: PackedMicrobatch, *, sum_pi_squared: bool = False) -> PolicyOutput:
+    def forward(
+        self, batch: PackedMicrobatch, *, sum_pi_squared: bool = False, temperature: float | None = None
+    ) -> PolicyOutput:
         """The head is applied here and not by its own module: this is FSDP's root, whose parameters, the head and
-        a tied embedding among them, are whole while it runs."""
+        a tied embedding among them, are whole while it runs.
+
+        `temperature`: of the distribution that is scored; None: the rollouts'.
+        """
+        temperature = self.temperature if temperature is None else temperature
         hidden = predicting_states(self.transformer.get_decoder(), batch)
         head = output_head(self.transformer)
         logprobs, entropy = linear_logprobs(
@@ -95,7 +101,7 @@ class PolicyModel(nn.Module):
             head.weight,
             head.bias,
             batch.target_ids,
-            temperature=self.temperature,
+            temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             entropy_gradient=self.entropy_gradient,
         )
@@ -103,7 +109,7 @@ class PolicyModel(nn.Module):
         squares = None
         if sum_pi_squared:
             squares = sum_squared_probabilities(
-                hidden, head.weight, head.bias, temperature=self.temperature, chunk_tokens=self.chunk_tokens
+                hidden, head.weight, head.bias, temperature=temperature, chunk_tokens=self.chunk_tokens
             )
         return PolicyOutput(logprobs, entropy, values, squares)
 

@@ -17,6 +17,7 @@ from asyncrl.config.losses import AggregationConfig, ValueLossConfig
 from asyncrl.learner.experience import Experience, Microbatch
 from asyncrl.learner.loss import policy_loss, scales_afterwards
 from asyncrl.learner.optimizer import ShardedOptimizer
+from asyncrl.learner.ptx import SupervisedSteps
 from asyncrl.learner.rank_models import RankModels
 from asyncrl.learner.totals import Totals
 from asyncrl.types import Plan
@@ -29,10 +30,13 @@ EARLY_STOP_FACTOR = 1.5
 class PolicySteps:
     """Steps of the policy. The same inputs on as many ranks and threads give the same bits on a CPU."""
 
-    def __init__(self, config: Config, models: RankModels, num_ranks: int) -> None:
+    def __init__(
+        self, config: Config, models: RankModels, num_ranks: int, supervised: SupervisedSteps | None = None
+    ) -> None:
         self._config = config
         self._models = models
         self._num_ranks = num_ranks
+        self._supervised = supervised
         self._optimizer = ShardedOptimizer(
             {name: p for name, p in models.policy.named_parameters() if p.requires_grad},
             config.learner,
@@ -45,18 +49,30 @@ class PolicySteps:
         metrics: dict[str, float] = {}
         for _ in range(plan.num_epochs):
             for number in range(len(plan.minibatches)):
-                scale = self._backward(experience, plan, number, totals)
+                scale = self._backward(experience, plan, number, totals, step_number=len(norms))
                 if scale is None:
                     self._optimizer.drop_gradients()
+                    metrics |= self._supervised_tokens(plan, num_steps=len(norms))
                     return metrics | {"actor/grad_norm": fmean(norms or [0.0]), "actor/early_stopped": 1.0}
                 norm, metrics["actor/lr"] = self._optimizer.step(plan.index, len(norms) + 1, scale=scale)
                 norms.append(norm)
         if self._config.algorithm.target_kl is not None:
             metrics["actor/early_stopped"] = 0.0
+        metrics |= self._supervised_tokens(plan, num_steps=len(norms))
         return metrics | {"actor/grad_norm": fmean(norms)}
 
-    def _backward(self, experience: Experience, plan: Plan, number: int, totals: Totals) -> float | None:
-        """The gradient of a mini-batch, but for the factor that is returned; None where its KL is over the target."""
+    def _supervised_tokens(self, plan: Plan, *, num_steps: int) -> dict[str, float]:
+        if self._supervised is None:
+            return {}
+        return {"batch/supervised_tokens": float(self._supervised.num_tokens(plan, num_steps))}
+
+    def _backward(
+        self, experience: Experience, plan: Plan, number: int, totals: Totals, *, step_number: int
+    ) -> float | None:
+        """The gradient of a mini-batch, but for the factor that is returned; None where its KL is over the target.
+
+        `step_number`: of the version's steps, from 0.
+        """
         algorithm = self._config.algorithm
         counts, positive_tokens = counts_of(plan, number), positive_tokens_of(plan, number)
         counted, kl_sums = NONE, torch.zeros(2, dtype=torch.float64, device=experience.rows.device)
@@ -85,6 +101,8 @@ class PolicySteps:
         if scales_afterwards(algorithm):
             total = Counts(*self._models.all_reduce(counted.tensor(kl_sums.device)).tolist())
             scale = _one_over(replace(total, trajectories=counts.trajectories), algorithm.loss.aggregation)
+        if self._supervised is not None:
+            self._supervised.backward(self._models.policy, plan, step_number, totals, scale=scale)
         own_tokens = experience.num_tokens_of(number)
         totals.close_step(scale=scale, step_tokens=counts.tokens, own_tokens=own_tokens)
         if algorithm.target_kl is not None:

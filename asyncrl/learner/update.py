@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from asyncrl.algorithms.losses.kl_controller import build_kl_controller
 from asyncrl.config import Config
 from asyncrl.dtypes import publish_dtype
+from asyncrl.envs.dataset import load_tokenizer
+from asyncrl.envs.supervised import load_supervised
 from asyncrl.errors import LearnerError
 from asyncrl.learner.experience import receive_shard
 from asyncrl.learner.export import export_model
@@ -30,6 +32,7 @@ from asyncrl.learner.loss import add_by_staleness
 from asyncrl.learner.mesh import is_first_replica, shard_group
 from asyncrl.learner.mfu import ModelFlops
 from asyncrl.learner.model import TensorShard
+from asyncrl.learner.ptx import SupervisedSteps, agree_on_rows
 from asyncrl.learner.rank_models import RankModels
 from asyncrl.learner.stages import StageContext
 from asyncrl.learner.steps import CriticSteps, PolicySteps, value_metrics
@@ -58,7 +61,7 @@ class PolicyLearner:
         self._context = StageContext(
             algorithm, self._models, controller, [reward.weight for reward in config.reward]
         )
-        self._policy_steps = PolicySteps(config, self._models, mesh.size())
+        self._policy_steps = PolicySteps(config, self._models, mesh.size(), self._supervised_steps())
         self._critic_steps = (
             CriticSteps(config, self._models, mesh.size()) if self._models.critic is not None else None
         )
@@ -159,6 +162,16 @@ class PolicyLearner:
                 folder.with_name("adapter"),
                 is_writer=is_writer,
             )
+
+    def _supervised_steps(self) -> SupervisedSteps | None:
+        """Where the loss has supervised tokens. Collective then."""
+        if not self._config.algorithm.loss.ptx.coef:
+            return None
+        dataset = load_supervised(self._config, load_tokenizer(self._model_path))
+        agree_on_rows(dataset, self._group, self._device)
+        return SupervisedSteps(
+            self._config, dataset, self._device, rank=dist.get_rank(), num_ranks=self._mesh.size()
+        )
 
     def _check_shard(self, shard: Shard) -> None:
         plan, rank = shard.plan, dist.get_rank()

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from asyncrl.algorithms.losses.aggregation import Counts
-from asyncrl.algorithms.losses.objective import LossCounts, objective
+from asyncrl.algorithms.losses.objective import LossCounts, objective, ptx_term
 from asyncrl.algorithms.losses.policy import LossTokens, select_tokens
 from asyncrl.algorithms.segments import Segments
 from asyncrl.config.loss_presets import LOSS_PRESETS, PEERS
-from asyncrl.config.losses import LossConfig
+from asyncrl.config.losses import LossConfig, PtxConfig
 
 TYPES = [
     "ppo",
@@ -145,13 +145,13 @@ def test_a_microbatch_without_tokens_has_the_same_keys_and_a_loss_of_zero(kind):
 
 
 def test_each_part_by_hand():
-    # Mutations caught: the KL weighed by the correction, the entropy's sign, ptx over the policy's tokens.
+    # Mutations caught: the KL weighed by the correction, the entropy's sign, good answers over the policy's tokens.
     config = LossConfig.model_validate(
         {
             "policy": {"type": "reinforce"},
             "kl": {"coef": 0.5, "estimator": "k1"},
             "entropy": {"coef": 0.1},
-            "ptx": {"coef": 2.0, "positive_coef": 3.0},
+            "ptx": {"positive_coef": 3.0},
         }
     )
     tokens = LossTokens(
@@ -163,14 +163,20 @@ def test_each_part_by_hand():
         entropy=torch.tensor([1.0, 3.0]),
         token_weights=torch.tensor([0.0, 2.0]),
         positive=torch.tensor([False, True]),
-        ptx_logprobs=torch.tensor([-4.0, -5.0, -6.0]),
     )
-    found = objective(config, tokens, LossCounts(Counts(4, 1, 1, 1), ptx_tokens=5, positive_tokens=2))
+    found = objective(config, tokens, LossCounts(Counts(4, 1, 1, 1), positive_tokens=2))
     parts = {name: float(part) for name, part in found.parts.items()}
-    expected = {"policy": -4 / 4, "kl": 0.5 / 4, "entropy": -0.1, "ptx": 2 * 15 / 5, "positive": 3 * 2 / 2}
+    expected = {"policy": -4 / 4, "kl": 0.5 / 4, "entropy": -0.1, "positive": 3 * 2 / 2}
     assert parts == pytest.approx(expected)
     assert float(found.loss) == pytest.approx(sum(expected.values()))
     assert found.diagnostics["ppo_kl"].tolist() == [-0.5, 0.0]
+
+
+def test_the_shares_of_supervised_tokens_sum_to_coef_times_their_mean():
+    # Mutations caught: the mean of each microbatch; the coefficient left out; the log-prob's sign.
+    config = PtxConfig(coef=2.0)
+    shares = [ptx_term(config, torch.tensor(part), 5) for part in ([-4.0, -5.0, -6.0], [-1.0, -2.0], [])]
+    assert [float(share) for share in shares] == pytest.approx([2 * 15 / 5, 2 * 3 / 5, 0.0])
 
 
 def test_a_part_may_have_a_count_of_its_own():

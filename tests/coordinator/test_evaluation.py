@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config import EvalConfig
 from asyncrl.coordinator.evaluation import Evaluations
-from asyncrl.coordinator.order import eval_seed, request_seed
 from asyncrl.coordinator.servers import ServerState
+from asyncrl.envs.order import eval_seed, request_seed
 from asyncrl.types import TrajectoryGroup
 
 

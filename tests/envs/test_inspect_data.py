@@ -168,3 +168,32 @@ except SystemExit as ended:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
     assert "1 of 1 rows kept" in done.stdout
+
+
+def test_supervised_rows_are_shown_with_what_trains_of_them_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path
+):
+    # Mutations: lengths of all sources in each one's line; the first rows of all sources.
+    lines = {"one": '{"prompt": "ab", "completion": "c\\nd"}\n{"text": ""}\n', "two": '{"text": "xyz"}\n'}
+    for name, text in lines.items():
+        (model.parent / f"{name}.jsonl").write_text(text)
+    monkeypatch.chdir(model.parent)
+    words = (f"model={model}", "data.max_rows=2", "--rows", "1", "algorithm.loss.ptx.coef=1")
+    assert run(*words, "data.supervised=[one.jsonl, two.jsonl]", monkeypatch=monkeypatch) == 0
+    _, _, shown = capsys.readouterr().out.partition("data.supervised\n")
+    assert shown.splitlines() == [
+        "one.jsonl: 1 of 2 rows kept",
+        "  1 without a completion",
+        "  prompt tokens: min 2  mean 2.0  p50 2  p95 2  max 2",
+        "  tokens that train: min 4  mean 4.0  p50 4  p95 4  max 4",
+        "  kept row 0 (from 0): 2 tokens, then 4 train",
+        "    | ab",
+        "    > c",
+        "    > d<eos>",
+        "two.jsonl: 1 of 1 rows kept",
+        "  prompt tokens: min 1  mean 1.0  p50 1  p95 1  max 1",
+        "  tokens that train: min 3  mean 3.0  p50 3  p95 3  max 3",
+        "  kept row 0 (from 0): 1 tokens, then 3 train",
+        "    | x",
+        "    > yz<eos>",
+    ]

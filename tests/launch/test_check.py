@@ -40,6 +40,29 @@ def run_prepare(config: Config, monkeypatch: pytest.MonkeyPatch) -> prepare.Prep
     return asyncio.run(prepare.prepare(config))
 
 
+ROWS = Path(__file__)
+
+
+def texts(seed: int) -> list[dict[str, str]]:
+    """Supervised rows of 0, 4 and 6 tokens: the model has no EOS token."""
+    return [{"text": ""}, {"text": "abcd"}, {"text": "abcdef"}]
+
+
+def test_check_says_how_many_supervised_rows_there_are_and_how_often_each_trains(model: Path):
+    # Mutations: the prompts' rows for the supervised; one step a version; prompt tokens too (10).
+    keys = [
+        "algorithm.loss.ptx={coef: 0.1, rows_per_minibatch: 3}",
+        "learner.minibatches=2",
+        "learner.epochs=2",
+    ]
+    config = config_of(model, f"data.supervised={ROWS}:texts", "learner.max_versions=5", *keys)
+    rows = dict(check(config))
+    assert "2 rows from" in rows["supervised"]
+    assert "8 tokens that train, 1 without a completion; at most 520 tokens a row" in rows["supervised"]
+    shown = [value for _, value in check(config)]
+    assert "0.1 x their cross entropy in every optimizer step, 3 rows each: 60 rows, 30.00 epochs" in shown
+
+
 REFUSED = [
     (["stream.max_message_bytes=2000"], ["stream.max_message_bytes: 2000", "2880", "raise it"]),
     (["stream.max_message_bytes=46079"], ["stream.max_message_bytes: 46079", "46080", "one rank's share"]),
@@ -57,6 +80,19 @@ REFUSED = [
     (["data.train=missing.jsonl"], ["missing.jsonl", "data.train"]),
     (["data.eval=[rev4, sort4]"], ["data.eval: rev4, sort4", "eval.every 0", "data.eval=null"]),
     (["data.answer_key=solution"], ["solution", "data.answer_key"]),
+    (
+        ["data.supervised=missing.jsonl", "algorithm.loss.ptx.coef=1"],
+        ["missing.jsonl", "check data.supervised"],
+    ),
+    (["data.supervised=rev4", "algorithm.loss.ptx.coef=1"], ["rev4, row 0", "messages, or text"]),
+    (
+        [f"data.supervised={ROWS}:texts", "algorithm.loss.ptx.coef=1", "data.max_supervised_tokens=2049"],
+        ["data.max_supervised_tokens = 2049", "2048 positions"],
+    ),
+    (
+        [f"data.supervised={ROWS}:texts", "algorithm.loss.ptx.coef=1", "data.max_supervised_tokens=3"],
+        ["none of 3 rows is left: 1 have no completion and 2 are longer than 3 tokens"],
+    ),
     (["model=~/no-such-model"], ["model: '~/no-such-model' is not a folder", "a model of the Hub"]),
     (["model=models/of/mine"], ["model: 'models/of/mine' is not a folder"]),
     (["model=/tmp"], ["model: '/tmp' is a folder without config.json"]),

@@ -5,6 +5,7 @@ flow_program.py runs all of them on one rank (test_flow.py).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from asyncrl.config.recipes import RECIPES
 from asyncrl.learner import critic, model
 from asyncrl.learner.experience import Experience
 from asyncrl.learner.update import PolicyLearner
+from asyncrl.models.tiny import build_tokenizer
 from asyncrl.types import Plan, Shard, TrajectoryGroup
 
 INDEX = 4
@@ -36,6 +38,12 @@ HALVES: dict[str, list[list[list[list[int]]]]] = {
 }
 """Split -> [mini-batch][rank][microbatch] -> positions; of two ranks one has nothing of the second half."""
 LABELS = ("right", "short")
+SUPERVISED = [
+    {"prompt": "2+3=", "completion": "5"},
+    {"prompt": "abcd", "completion": "dcba"},
+    {"text": "the sum of it"},
+    {"prompt": "x", "completion": "yzyzyzyzyzyz"},
+]
 
 
 class Scenario(NamedTuple):
@@ -48,16 +56,20 @@ class Scenario(NamedTuple):
     max_staleness: int = 2
 
     def config(self, model_path: Path) -> Config:
-        """A reference model lies beside the policy's."""
+        """A reference model, and supervised rows, lie beside the policy's."""
         algorithm = dict(self.algorithm)
         kl = algorithm.get("loss", {}).get("kl", {"reference": ""})
         if "kl_reward" in algorithm or kl.get("reference", "ref") == "ref":
             beside = {"model": str(model_path.with_name("reference"))}
             algorithm["reference"] = beside | algorithm.get("reference", {})
+        data = {}
+        if algorithm.get("loss", {}).get("ptx", {}).get("coef"):
+            data["supervised"] = [{"path": str(model_path.with_name("supervised.jsonl"))}]
         learner = {"optimizer": "sgd", "lr": self.lr, "max_grad_norm": 1e6, "logprob_chunk_tokens": 7}
         return Config.model_validate(
             {
                 "algorithm": algorithm,
+                "data": data,
                 "max_staleness": self.max_staleness,
                 "learner": learner | {"minibatches": 2, "epochs": self.num_epochs},
                 "rollout": {"temperature": 0.7, "max_completion_tokens": 16},
@@ -67,8 +79,10 @@ class Scenario(NamedTuple):
 
 
 def write_models(folder: Path) -> Path:
-    """The policy's, which is returned, and one near it for the reference."""
+    """The policy's with a tokenizer, which is returned, one near it for the reference, and supervised rows."""
     model_path = write_model(folder / "model", "llama", tied=True)
+    build_tokenizer().save_pretrained(model_path)
+    (folder / "supervised.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUPERVISED))
     reference = plain_model(model_path)
     torch.manual_seed(17)
     with torch.no_grad():
@@ -291,6 +305,16 @@ SCENARIOS: dict[str, Scenario] = {
         {"type": "ppo", "critic": {"lr": 0.05}, "kl_reward": {"coef": 0.2, "clip_reward": 0.8}}
     ),
     "positive": Scenario({"loss": {"ptx": {"positive_coef": 0.2}}}),
+    "ptx": Scenario({"loss": {"ptx": {"coef": 0.5, "rows_per_minibatch": 3}}}),
+    "ptx-kept": Scenario(  # fewer rows than ranks
+        {
+            "loss": {"ptx": {"coef": 0.5, "rows_per_minibatch": 1}},
+            "correction": {"rejections": [REJECTION], "denominator": "kept"},
+        }
+    ),
+    "ptx-shared": Scenario(
+        {"type": "ppo", "critic": {"shared": True, "coef": 0.5}, "loss": {"ptx": {"coef": 0.5}}}
+    ),
     "custom": Scenario(
         {
             "advantages": {

@@ -1,4 +1,5 @@
-"""The loss of a mini-batch, part by part: policy loss, KL, entropy bonus, cross entropy.
+"""The loss of a mini-batch, part by part: policy loss, KL, entropy bonus, cross entropy. Supervised tokens, which have
+forward passes of their own, are a term apart (`ptx_term`).
 
 Each part is a sum over this microbatch's tokens divided by a count of the whole mini-batch: add the results of all
 microbatches and ranks. Nothing here is a mean of means.
@@ -16,7 +17,7 @@ from asyncrl.algorithms.losses.entropy import sampled_entropy_term
 from asyncrl.algorithms.losses.kl import kl_estimate
 from asyncrl.algorithms.losses.policy import LossTokens, logprobs_of, needed, policy_loss
 from asyncrl.algorithms.losses.reinforce import negative_log_likelihood
-from asyncrl.config.losses import AggregationConfig, EntropyConfig, KlConfig, LossConfig
+from asyncrl.config.losses import AggregationConfig, EntropyConfig, KlConfig, LossConfig, PtxConfig
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,7 +30,6 @@ class LossCounts:
     """None: as for the policy loss. Another where tokens are left out of one and not of the other."""
     entropy: Counts | None = None
     """None: as for the policy loss."""
-    ptx_tokens: float = 0.0
     positive_tokens: float = 0.0
 
 
@@ -38,7 +38,7 @@ class Objective:
     loss: Tensor
     """Scalar, with gradient: this microbatch's share of the mini-batch's loss."""
     parts: dict[str, Tensor]
-    """Its summands by name (policy, kl, entropy, ptx, positive), coefficients included; detached scalars."""
+    """Its summands by name (policy, kl, entropy, positive), coefficients included; detached scalars."""
     diagnostics: dict[str, Tensor]
     """Metric -> [N], detached."""
 
@@ -64,14 +64,19 @@ def objective(config: LossConfig, tokens: LossTokens, counts: LossCounts) -> Obj
         entropy = entropy_term(config.entropy, tokens)
         share = _aggregate(entropy, tokens, counts.entropy or counts.trained, config.aggregation)
         parts["entropy"] = -config.entropy.coef * share
-    if config.ptx.coef != 0:
-        nll = negative_log_likelihood(needed(tokens.ptx_logprobs, "ptx_logprobs"))
-        parts["ptx"] = config.ptx.coef * nll.sum() / max(counts.ptx_tokens, 1.0)
     if config.ptx.positive_coef != 0:
         nll = negative_log_likelihood(tokens.learner_logprobs[needed(tokens.positive, "positive")])
         parts["positive"] = config.ptx.positive_coef * nll.sum() / max(counts.positive_tokens, 1.0)
     total = torch.stack(list(parts.values())).sum()
     return Objective(total, {name: part.detach() for name, part in parts.items()}, diagnostics)
+
+
+def ptx_term(config: PtxConfig, logprobs: Tensor, num_tokens: float) -> Tensor:
+    """The share of some supervised tokens [N] in coef * the mean of -log pi over all `num_tokens` of their step.
+
+    `logprobs`: of the model's own distribution, whose temperature is 1.
+    """
+    return config.coef * negative_log_likelihood(logprobs).sum() / num_tokens
 
 
 def kl_term(config: KlConfig, tokens: LossTokens) -> Tensor:

@@ -73,8 +73,6 @@ class LossTokens:
     """bool; what select_tokens decided for the mini-batch. None: every token keeps its loss."""
     positive: Tensor | None = None
     """bool; tokens of the trajectories that count as good answers, for `ptx.positive_coef`."""
-    ptx_logprobs: Tensor | None = None
-    """[M], the learner's of supervised tokens; carries a gradient."""
 
     def only(self, kept: Tensor) -> LossTokens:
         """The tokens where `kept` [N] is true; trajectories that lose all of theirs stay, without tokens."""

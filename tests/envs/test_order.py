@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.coordinator.order import DataOrder, epoch_order, request_seed
+from asyncrl.envs.order import DataOrder, epoch_order, request_seed
 
 
 @given(seed=st.integers(0, 2**62), sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4))
