@@ -76,7 +76,7 @@ class LearnerConfig(Table):
         size = self.tensor_parallel_size
         if self.num_ranks % (self.replicas * size):
             raise ValueError(
-                f"num_ranks: {self.num_ranks} is not divided by replicas {self.replicas} x tensor_parallel_size {size}"
+                f"num_ranks: {self.num_ranks} is not a multiple of replicas {self.replicas} x tensor_parallel_size {size}"
             )
         for key in ("lora", "compile", "offload"):
             if size > 1 and getattr(self, key):

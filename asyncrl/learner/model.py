@@ -114,7 +114,7 @@ class PolicyModel(nn.Module):
     def _apply_head(
         self, hidden: Tensor, target: Tensor, sum_pi_squared: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """hidden [N, H], target [N] -> log-probs, entropies, and where it is asked for sums of squared probabilities."""
+        """hidden [N, H], target [N] -> log-probs, entropies, and where asked for sums of squared probabilities."""
         head = output_head(self.transformer)
         logprobs, entropy = linear_logprobs(
             hidden,

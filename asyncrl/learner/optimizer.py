@@ -86,7 +86,7 @@ class ShardedOptimizer:
         return norm
 
     def _average_whole(self, gradients: dict[str, Tensor]) -> None:
-        """Over the tensor group: afterwards the same bits on all its ranks (tensor_parallel.py says why). Collective."""
+        """Over the tensor group; tensor_parallel.py says why. Collective."""
         if self._tensor is None:
             return
         for name in (name for name in gradients if name in self._whole):
@@ -94,7 +94,7 @@ class ShardedOptimizer:
             gradients[name].div_(self._tensor.size())
 
     def _shares(self, gradients: dict[str, Tensor]) -> Tensor:
-        """[n]: of each gradient's squares, what this rank adds to the norm: what a tensor group has whole counts once."""
+        """[n]: the part of each gradient's squares that this rank adds: what a tensor group has whole counts once."""
         size = 1 if self._tensor is None else self._tensor.size()
         return torch.tensor([1 / size if name in self._whole else 1.0 for name in gradients])
 
