@@ -76,7 +76,8 @@ class LearnerConfig(Table):
         size = self.tensor_parallel_size
         if self.num_ranks % (self.replicas * size):
             raise ValueError(
-                f"num_ranks: {self.num_ranks} is not a multiple of replicas {self.replicas} x tensor_parallel_size {size}"
+                f"num_ranks: {self.num_ranks} is not a multiple of replicas {self.replicas} x tensor_parallel_size "
+                f"{size}"
             )
         for key in ("lora", "compile", "offload"):
             if size > 1 and getattr(self, key):

@@ -62,14 +62,12 @@ def parallelize(decoder: nn.Module, mesh: DeviceMesh) -> None:
     Every rank holds the whole decoder and keeps its part. Raises LearnerError for a model without a plan, or with one
     that cannot be followed.
     """
-    plan = read_plan(decoder)
-    _check_sizes(decoder, plan, mesh.size())
-    styles = {pattern: STYLES[style]() for pattern, style in plan.items()}
+    styles = {pattern: STYLES[style]() for pattern, style in plan_for(decoder, mesh.size()).items()}
     parallelize_module(decoder, mesh, styles, src_data_rank=None)
 
 
-def read_plan(decoder: nn.Module) -> dict[str, str]:
-    """Pattern of module names, such as layers.*.mlp.up_proj -> style. Raises LearnerError."""
+def plan_for(decoder: nn.Module, size: int) -> dict[str, str]:
+    """Pattern of module names, such as layers.*.mlp.up_proj -> style, for `size` ranks. Raises LearnerError."""
     config: Any = decoder.config
     plan: dict[str, str] = dict(getattr(config, PLAN, None) or {})
     plan.pop(EMBEDDING, None)
@@ -84,6 +82,7 @@ def read_plan(decoder: nn.Module) -> dict[str, str]:
                 f"{config.model_type}'s plan for tensor parallelism asks for {style!r} of {pattern}; asyncrl knows "
                 f"{', '.join(STYLES)}; set learner.tensor_parallel_size: 1"
             )
+    _check_sizes(decoder, plan, size)
     return plan
 
 
