@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 from asyncrl.errors import LearnerError
 from asyncrl.learner.mesh import SHARD, TENSOR, dim_names
 
+CUTS = ("colwise", "rowwise")
 PLAN = "base_model_tp_plan"
 EMBEDDING = "embed_tokens"
 """Stays whole: a tied head reads it too, for this rank's share of the tokens."""
@@ -44,8 +45,15 @@ class OnShareOfHeads(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         size = device_mesh.size()
-        module.register_forward_pre_hook(lambda _, inputs: (scale_gradient(inputs[0], 1 / size), *inputs[1:]))
-        module.register_forward_hook(lambda _, __, output: scale_gradient(output, size))
+
+        def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return scale_gradient(inputs[0], 1 / size), *inputs[1:]
+
+        def leave(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return scale_gradient(output, size)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
         return module
 
 
@@ -82,21 +90,29 @@ def plan_for(decoder: nn.Module, size: int) -> dict[str, str]:
                 f"{config.model_type}'s plan for tensor parallelism asks for {style!r} of {pattern}; asyncrl knows "
                 f"{', '.join(STYLES)}; set learner.tensor_parallel_size: 1"
             )
-    _check_sizes(decoder, plan, size)
+    _check_modules(decoder, plan, size)
     return plan
 
 
-def _check_sizes(decoder: nn.Module, plan: dict[str, str], size: int) -> None:
+def _check_modules(decoder: nn.Module, plan: dict[str, str], size: int) -> None:
+    """What is cut can be cut evenly, and nothing beside it sees a part without the plan saying so."""
     config: Any = decoder.config
     for key in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(config, key, None)) is not None and heads % size:
             raise LearnerError(
                 f"learner.tensor_parallel_size {size} does not divide the model's {key} {heads}"
             )
-    for name, module in decoder.named_modules():
-        style = next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)
-        if style not in ("colwise", "rowwise"):
-            continue
+    styles = {name: _style_of(name, plan) for name, _ in decoder.named_modules()}
+    cut = [name for name, style in styles.items() if style in CUTS]
+    for parent in sorted({name.rpartition(".")[0] for name in cut}):
+        for name, parameter in decoder.get_submodule(parent).named_parameters(parent):
+            if styles[name.rpartition(".")[0]] is None:
+                raise LearnerError(
+                    f"{config.model_type}'s plan for tensor parallelism cuts {parent} and does not name its {name} "
+                    f"{[*parameter.shape]}, so its gradient would be of a part; set learner.tensor_parallel_size: 1"
+                )
+    for name in cut:
+        module, style = decoder.get_submodule(name), styles[name]
         if not isinstance(module, nn.Linear):
             raise LearnerError(
                 f"{config.model_type}'s plan cuts {name}, a {type(module).__name__}; only linear layers can be cut; "
@@ -105,6 +121,10 @@ def _check_sizes(decoder: nn.Module, plan: dict[str, str], size: int) -> None:
         width = module.out_features if style == "colwise" else module.in_features
         if width % size:
             raise LearnerError(f"learner.tensor_parallel_size {size} does not divide {name}'s width {width}")
+
+
+def _style_of(name: str, plan: dict[str, str]) -> str | None:
+    return next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)
 
 
 def is_whole(parameter: Tensor) -> bool:

@@ -29,16 +29,9 @@ def test_neighbouring_ranks_get_one_data_ranks_share():
     # Mutations: a share for every rank (two of four are missing in the plan); ranks 0 and 2 as a group.
     overrides = ["num_ranks=4", "tensor_parallel_size=2", "prompts_per_batch=3"]
     config = load_config(None, [f"learner.{override}" for override in overrides])
-    mailbox, unused = SentBatches(), SimpleNamespace(counts={"batches_equal_rewards": 0}, note=print)
-    side: Any = LearnerSide(
-        config,
-        *([unused] * 2),
-        mailbox,
-        unused,
-        unused,
-        unused,
-        hidden_size=8,  # pyright: ignore[reportArgumentType]
-    )
+    mailbox: Any = SentBatches()
+    unused: Any = SimpleNamespace(counts={"batches_equal_rewards": 0}, note=print)
+    side = LearnerSide(config, unused, unused, mailbox, unused, unused, unused, hidden_size=8)
     side.ranks = {rank: b"%d" % rank for rank in (2, 0, 3, 1)}
     groups = [make_group(ordinal, np.zeros(2, np.int32), version=0) for ordinal in range(3)]
     masked = [mask_group(group, batch_index=0, max_staleness=0, over_age="mask") for group in groups]

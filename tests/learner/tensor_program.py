@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from flow_cases import INDEX, SCENARIOS, Scenario, groups_of, random_heads, shard_for
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -85,7 +85,7 @@ def train(name: str, models: Path, folder: Path, mesh: DeviceMesh) -> dict[str, 
 def whole_tensors(learner: PolicyLearner) -> dict[str, Tensor]:
     """Of all its models, as torch puts them together. Collective."""
     models = learner._models
-    found = {"policy": models.policy}
+    found: dict[str, nn.Module] = {"policy": models.policy}
     if models.critic is not None:
         found["critic"] = models.critic.model
     if models.reference is not None:

@@ -16,7 +16,7 @@ from flow_cases import write_models
 from learner_cases import assert_gradients_close, write_model
 from safetensors.torch import load_file
 from tensor_program import CASES, WORLDS
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel
 
 from asyncrl.errors import LearnerError
 from asyncrl.learner.tensor_parallel import PLAN, plan_for
@@ -101,9 +101,18 @@ def test_the_published_and_exported_version_is_the_trained_one_bit_for_bit(train
         assert torch.equal(parameter, published[name]), name
 
 
-def llama(**changes: object) -> LlamaModel:
-    shape = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 11}
-    return LlamaModel(LlamaConfig(**shape | {"num_attention_heads": 6, "num_key_value_heads": 2} | changes))
+def llama(intermediate_size: int = 48) -> LlamaModel:
+    """One layer, six heads, two key heads."""
+    return LlamaModel(
+        LlamaConfig(
+            vocab_size=11,
+            hidden_size=24,
+            intermediate_size=intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+        )
+    )
 
 
 def test_a_model_that_cannot_be_cut_is_refused_by_name():
@@ -118,6 +127,12 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name():
     setattr(model.config, PLAN, {"layers.*.mlp.up_proj": "packed_colwise"})
     with pytest.raises(LearnerError, match=r"asks for 'packed_colwise' of layers\.\*\.mlp\.up_proj"):
         plan_for(model, 2)
-    model.config = GPT2Config()
-    with pytest.raises(LearnerError, match="gpt2 has no plan for tensor parallelism"):
+    plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"}
+    setattr(model.config, PLAN, plan)
+    with pytest.raises(
+        LearnerError, match=r"does not name its layers\.0\.self_attn\.k_proj\.weight \[8, 24\]"
+    ):
+        plan_for(model, 2)
+    setattr(model.config, PLAN, None)
+    with pytest.raises(LearnerError, match="llama has no plan for tensor parallelism"):
         plan_for(model, 2)
