@@ -141,7 +141,7 @@ def _batch(config: Config) -> Rows:
     num_prompts, budget = learner.prompts_per_batch, learner.max_tokens_per_microbatch
     group_tokens = max_group_tokens(config)
     fit = max(1, budget // group_tokens)
-    num_microbatches = math.ceil(math.ceil(num_prompts / learner.minibatches / learner.num_ranks) / fit)
+    num_microbatches = math.ceil(math.ceil(num_prompts / learner.minibatches / learner.num_data_ranks) / fit)
     alone = "" if group_tokens <= budget else ", over the microbatch budget: a microbatch of its own"
     yield (
         "a batch",
@@ -203,30 +203,34 @@ def _model(examined: Examined, model_path: Path | None) -> Rows:
     yield "snapshots", f"two at once: {snapshots / 1e6:.1f} MB in {folder}, {free / 1e6:.0f} MB free"
     lora, algorithm = config.learner.lora, config.algorithm
     if lora is None:
-        learner_bytes, held = bytes_a_parameter * num_parameters, "weights, gradients and moments"
+        learner_bytes = bytes_a_parameter * _num_held(config, model_path)
+        held = "weights, gradients and moments"
     else:
-        learner_bytes = BYTES_A_WEIGHT * num_parameters + bytes_a_parameter * _num_adapter_parameters(
-            model_path, lora
-        )
+        num_trained = config.learner.replicas * _num_adapter_parameters(model_path, lora)
+        learner_bytes = BYTES_A_WEIGHT * _num_held(config, model_path) + bytes_a_parameter * num_trained
         held = "weights, and gradients and moments of the adapters,"
     yield "learner memory", f"{learner_bytes / 1e6:.1f} MB of {held} over all ranks"
     if algorithm.needs_reference and lora is not None and algorithm.reference.model is None:
         yield "reference memory", "none: it is the policy without its adapters"
     elif algorithm.needs_reference:
-        yield from _besides("reference", algorithm.reference.model, num_parameters, BYTES_A_WEIGHT, "weights")
+        yield from _besides(
+            "reference", algorithm.reference.model, examined, model_path, BYTES_A_WEIGHT, "weights"
+        )
     if algorithm.critic is not None and not algorithm.critic.shared:
         what = "weights, gradients and moments"
-        yield from _besides("critic", algorithm.critic.model, num_parameters, bytes_a_parameter, what)
+        yield from _besides("critic", algorithm.critic.model, examined, model_path, bytes_a_parameter, what)
 
 
-def _besides(role: str, name: str | None, of_policy: int, bytes_a_parameter: int, what: str) -> Rows:
+def _besides(
+    role: str, name: str | None, examined: Examined, policy: Path, bytes_a_parameter: int, what: str
+) -> Rows:
     """A model that the ranks hold besides the policy. None: one of its size."""
     if name is not None and not model_is_ready(name):
         known = absence(name, f"algorithm.{role}.model")
         yield f"{role} memory", f"{name}: {known}; its size shows once `asyncrl train` has brought it"
         return
-    num_parameters = of_policy if name is None else _num_parameters(resolve_model(name))
-    yield f"{role} memory", f"{bytes_a_parameter * num_parameters / 1e6:.1f} MB of {what} over all ranks"
+    num_held = _num_held(examined.config, policy if name is None else resolve_model(name))
+    yield f"{role} memory", f"{bytes_a_parameter * num_held / 1e6:.1f} MB of {what} over all ranks"
 
 
 def _num_adapter_parameters(model_path: Path, lora: LoraTable) -> int:
@@ -238,6 +242,16 @@ def _num_adapter_parameters(model_path: Path, lora: LoraTable) -> int:
 
     shapes = read_tensor_shapes(model_path).items()
     return lora.rank * sum(sum(shape) for name, shape in shapes if len(shape) == 2 and has_one(name))
+
+
+def _num_held(config: Config, model_path: Path) -> int:
+    """Parameters of a model that all learner ranks hold together: each copy, and whole in each tensor rank what is no
+    matrix of a block."""
+    learner = config.learner
+    shapes = read_tensor_shapes(model_path).items()
+    cut = sum(math.prod(shape) for name, shape in shapes if ".layers." in name and len(shape) == 2)
+    whole = _num_parameters(model_path) - cut
+    return learner.replicas * (cut + learner.tensor_parallel_size * whole)
 
 
 def _num_parameters(model_path: Path) -> int:

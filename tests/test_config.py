@@ -421,6 +421,40 @@ def test_a_file_that_is_not_a_config_is_refused(text: str, says: str, tmp_path: 
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["num_ranks=3", "tensor_parallel_size=2"], r"num_ranks: 3 is not a multiple of replicas 1 x .* 2$"),
+        (
+            ["num_ranks=4", "replicas=4", "tensor_parallel_size=2"],
+            "num_ranks: 4 is not a multiple of replicas 4 x",
+        ),
+        (
+            ["num_ranks=3", "replicas=2"],
+            "num_ranks: 3 is not a multiple of replicas 2 x tensor_parallel_size 1",
+        ),
+        (
+            ["num_ranks=2", "tensor_parallel_size=2", "lora={rank: 4}"],
+            "lora: not built for tensor_parallel_size 2",
+        ),
+        (["num_ranks=2", "tensor_parallel_size=2", "compile=true"], "compile: not built for"),
+        (["num_ranks=2", "tensor_parallel_size=2", "offload=true"], "offload: not built for"),
+    ],
+)
+def test_ranks_that_cannot_share_layers_are_refused(overrides: list[str], says: str):
+    # Mutation: compare num_ranks with one of the two factors.
+    with pytest.raises(ConfigError, match=rf"^learner\.{says}"):
+        load_config(None, [f"learner.{override}" for override in overrides])
+
+
+def test_a_tensor_group_is_one_data_rank_of_neighbours():
+    # Mutation: rank % tensor_parallel_size (ranks 0 and 2 would share layers).
+    overrides = ["num_ranks=8", "replicas=2", "tensor_parallel_size=2"]
+    learner = load_config(None, [f"learner.{override}" for override in overrides]).learner
+    assert learner.num_data_ranks == 4
+    assert [learner.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
     # Mutation: catch only what open raises -> UnicodeDecodeError without the file's name.
     (tmp_path / "model.safetensors").write_bytes(b"\x80\xff")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.table import Positive, Table, not_built
 
@@ -26,9 +26,12 @@ class LearnerConfig(Table):
     """The learner ranks."""
 
     num_ranks: Positive = 1
-    """FSDP2 ranks."""
+    """FSDP2 ranks, one a device."""
     replicas: Positive = 1
     """Copies of the model over the ranks (HSDP), each sharded over num_ranks / replicas of them; 1: one copy."""
+    tensor_parallel_size: Positive = 1
+    """Neighbouring ranks that compute parts of the same layers on the same tokens, as the model's own plan cuts them
+    (transformers' base_model_tp_plan). It divides num_ranks / replicas, the heads and the key heads."""
     prompts_per_batch: Positive = 16
     """B: groups that make one version."""
     minibatches: Positive = 1
@@ -67,6 +70,30 @@ class LearnerConfig(Table):
     export: bool = True
     """Write the last version in Hugging Face format to `<run>/model` at the end, in the publish dtype: what the
     engines served. (`asyncrl export --dtype` casts.)"""
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> LearnerConfig:
+        size = self.tensor_parallel_size
+        if self.num_ranks % (self.replicas * size):
+            raise ValueError(
+                f"num_ranks: {self.num_ranks} is not a multiple of replicas {self.replicas} x tensor_parallel_size "
+                f"{size}"
+            )
+        for key in ("lora", "compile", "offload"):
+            if size > 1 and getattr(self, key):
+                raise ValueError(
+                    f"{key}: not built for tensor_parallel_size {size}; leave it out, or set tensor_parallel_size: 1"
+                )
+        return self
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks with data of their own: a tensor group counts once."""
+        return self.num_ranks // self.tensor_parallel_size
+
+    def data_rank(self, rank: int) -> int:
+        """Whose share of a plan the learner rank `rank` trains."""
+        return rank // self.tensor_parallel_size
 
 
 class CheckpointConfig(Table):

@@ -90,10 +90,6 @@ class Config(Table):
                 f"rollout.group_size {self.rollout.group_size} exceeds rollout.max_num_seqs "
                 f"{self.rollout.max_num_seqs}; a group must fit the engine at once"
             )
-        if self.learner.num_ranks % self.learner.replicas:
-            raise ValueError(
-                f"learner.replicas {self.learner.replicas} does not divide learner.num_ranks {self.learner.num_ranks}"
-            )
         if self.learner.minibatches > self.learner.prompts_per_batch:
             raise ValueError(
                 f"learner.minibatches {self.learner.minibatches} exceeds learner.prompts_per_batch "

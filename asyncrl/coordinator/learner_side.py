@@ -226,7 +226,7 @@ class LearnerSide:
         plan = plan_batch(
             index,
             groups,
-            num_ranks=learner.num_ranks,
+            num_ranks=learner.num_data_ranks,
             max_tokens=learner.max_tokens_per_microbatch,
             num_minibatches=learner.minibatches,
             num_epochs=learner.epochs,
@@ -240,8 +240,11 @@ class LearnerSide:
             self._count_useless_batch(index)
         self._formed[index] = metrics, groups
         for rank, peer in self.ranks.items():
-            mine = [_without_text(groups[p]) for p in plan.positions_of(rank)]
-            await self._mailbox.send(peer, Batch(plan, rank, [group_fields(g) for g in mine]), groups=mine)
+            data_rank = learner.data_rank(rank)
+            mine = [_without_text(groups[p]) for p in plan.positions_of(data_rank)]
+            await self._mailbox.send(
+                peer, Batch(plan, data_rank, [group_fields(g) for g in mine]), groups=mine
+            )
 
     def _count_useless_batch(self, index: int) -> None:
         """A batch that teaches nothing is shown as well as counted: the 1st, the 10th, the 100th ..."""

@@ -14,7 +14,7 @@ from asyncrl.envs.dataset import load_tokenizer
 from asyncrl.envs.rewards import reward_labels
 from asyncrl.errors import ConfigError
 from asyncrl.launch.function_check import NamedFunction, check_functions
-from asyncrl.launch.model_facts import check_length, read_tensor_shapes
+from asyncrl.launch.model_facts import check_length, check_tensor_parallel, read_tensor_shapes
 from asyncrl.models.source import model_folder
 from asyncrl.user_code import did_you_mean, names_user_code
 
@@ -64,6 +64,7 @@ def named_models(config: Config) -> dict[str, str]:
 def check_named_model(config: Config, key: str, folder: Path, policy: Path, max_tokens: int) -> None:
     """One of `named_models`, once it and the policy are here. Raises ConfigError."""
     check_length(folder, max_tokens, key)
+    check_tensor_parallel(folder, config.learner.tensor_parallel_size, key)
     if load_tokenizer(folder).get_vocab() != load_tokenizer(policy).get_vocab():
         raise ConfigError(
             f"{key}: {folder} has another vocabulary than {policy}, so it cannot read the policy's tokens; name one "

@@ -52,7 +52,9 @@ def serve_rank(config: Config, spec: ChildSpec) -> None:
 
 def _serve(config: Config, spec: ChildSpec, connection: BlockingConnection, envelope: Envelope) -> None:
     device = torch.device(spec.device)
-    mesh = make_mesh(device.type, config.learner.num_ranks, config.learner.replicas)
+    mesh = make_mesh(
+        device.type, config.learner.num_ranks, config.learner.replicas, config.learner.tensor_parallel_size
+    )
     learner = PolicyLearner(Path(spec.model_path), config, mesh=mesh)
     say_hello(config, spec.rank, connection)
     publisher = SnapshotPublisher(learner, config, device, run=envelope.run, incarnation=envelope.incarnation)

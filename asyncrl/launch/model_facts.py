@@ -58,6 +58,23 @@ def check_length(
         )
 
 
+def check_tensor_parallel(model_path: Path, size: int, key: str = "") -> None:
+    """Raises ConfigError when `size` tensor ranks cannot share the model's heads or feed-forward width evenly.
+
+    Whether transformers has a plan for the model is seen where torch is loaded: by the learner ranks.
+    """
+    model = read_model_config(model_path)
+    model |= model.get("text_config", {})
+    key = f"{key}: " if key else ""
+    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = model.get(what)
+        if isinstance(number, int) and number % size:
+            raise ConfigError(
+                f"{key}learner.tensor_parallel_size {size} does not divide {what} {number} of {model_path}; use one "
+                "that does, or 1"
+            )
+
+
 def read_tensor_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes in the folder's safetensors files (tied tensors once), from their headers alone.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,11 +43,10 @@ class Critic:
         critic: CriticConfig,
         *,
         mesh: DeviceMesh,
-        group: dist.ProcessGroup,
     ) -> None:
         transformer = load_packed(model_path)
         decoder = transformer.get_decoder()
         self.model = ValueModel(decoder, make_value_head(transformer.config.hidden_size))
         shard_model(self.model, decoder, config.learner, mesh)
         learner = config.learner.model_copy(update={"lr": critic.lr})
-        self.optimizer = ShardedOptimizer(dict(self.model.named_parameters()), learner, group)
+        self.optimizer = ShardedOptimizer(dict(self.model.named_parameters()), learner, mesh)

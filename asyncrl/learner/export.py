@@ -39,8 +39,7 @@ def export_model(
     for shard in shards:
         tensor = _gather(shard, group)
         if is_writer:
-            # A copy: a gathered tensor is a view of a padded buffer.
-            state[shard.name] = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+            state[shard.name] = tensor.to("cpu", dtype)
     if not is_writer:
         return
     if folder.exists():
@@ -57,11 +56,17 @@ def export_model(
 
 def _gather(shard: TensorShard, group: dist.ProcessGroup) -> Tensor:
     """The full tensor on every rank. Collective."""
-    size = dist.get_world_size(group)
-    chunk = -(-shard.shape[0] // size)  # FSDP2's rows a rank; the last ones have fewer
-    device = group_device(group)
-    padded = torch.zeros(chunk, *shard.shape[1:], dtype=shard.rows.dtype, device=device)
+    size, device = dist.get_world_size(group), group_device(group)
+    mine = torch.tensor([shard.row_offset, len(shard.rows)], device=device)
+    places = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(places, mine, group=group)
+    rows_of = [(int(place[0]), int(place[1])) for place in places]
+    most = max(num_rows for _, num_rows in rows_of)
+    padded = torch.zeros(most, *shard.shape[1:], dtype=shard.rows.dtype, device=device)
     padded[: len(shard.rows)] = shard.rows
     pieces = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(pieces, padded, group=group)
-    return torch.cat(pieces)[: shard.shape[0]]
+    whole = torch.empty(shard.shape, dtype=shard.rows.dtype, device=device)
+    for (first, num_rows), piece in zip(rows_of, pieces, strict=True):
+        whole[first : first + num_rows] = piece[:num_rows]
+    return whole

@@ -128,6 +128,7 @@ class LearnerLoop:
             return {}
         lengths = [len(g.prompt_ids) + len(t) for g in shard.groups for t in g.trajectories]
         flops = self._model_flops.count(lengths) * shard.plan.num_epochs
+        flops /= self._config.learner.tensor_parallel_size  # the ranks of a tensor group share them
         return {"perf/mfu/actor": flops / update_s / self._peak_flops_per_s}
 
     def _next_shard(self, index: int) -> Shard:

@@ -31,8 +31,9 @@ from asyncrl.learner.activations import checkpoint_activations
 from asyncrl.learner.attention import ATTENTION_NAME, GroupLayout
 from asyncrl.learner.logprobs import linear_logprobs, sum_squared_probabilities
 from asyncrl.learner.lora import BASE, adapted_layers, add_adapters, merged_rows
-from asyncrl.learner.mesh import shard_mesh
+from asyncrl.learner.mesh import data_mesh, tensor_mesh
 from asyncrl.learner.packing import PackedMicrobatch
+from asyncrl.learner.tensor_parallel import join_shares, owned_rows, parallelize, take_share
 from asyncrl.models.weights import load_causal_lm
 
 HEAD_CHECK_TOKENS = 8
@@ -45,7 +46,8 @@ class TensorShard(NamedTuple):
     name: str
     """As Hugging Face names it."""
     rows: Tensor
-    """This rank's rows, float32: the parameter's own storage, but for a layer with an adapter."""
+    """This rank's rows, float32; the ranks of a copy have every row once. The parameter's own storage, but for a layer
+    with an adapter and what tensor ranks hold by columns."""
     shape: tuple[int, ...]
     """Of the full tensor."""
     row_offset: int
@@ -76,14 +78,17 @@ class PolicyModel(nn.Module):
         chunk_tokens: int,
         entropy_gradient: bool = False,
         value_head: nn.Linear | None = None,
+        tensor: DeviceMesh | None = None,
     ) -> None:
-        """`value_head`: of a critic that shares the body; it is trained with it and never published."""
+        """`value_head`: of a critic that shares the body; it is trained with it and never published. `tensor`: the
+        ranks that compute the same layers together."""
         super().__init__()
         self.transformer = transformer
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
         self.value_head = value_head
+        self.tensor = tensor
 
     def forward(
         self, batch: PackedMicrobatch, *, sum_pi_squared: bool = False, temperature: float | None = None
@@ -95,28 +100,53 @@ class PolicyModel(nn.Module):
         """
         temperature = self.temperature if temperature is None else temperature
         hidden = predicting_states(self.transformer.get_decoder(), batch)
+        values = None if self.value_head is None else apply_value_head(self.value_head, hidden)
+        if self.tensor is None:
+            logprobs, entropy, squares = self._apply_head(
+                hidden, batch.target_ids, temperature, sum_pi_squared
+            )
+            return PolicyOutput(logprobs, entropy, values, squares)
+        # Every tensor rank has the same states and the whole head: each takes a share of the tokens.
+        share = self._apply_head(
+            take_share(hidden, self.tensor),
+            take_share(batch.target_ids, self.tensor),
+            temperature,
+            sum_pi_squared,
+        )
+        joined = join_shares(
+            torch.stack([column for column in share if column is not None], 1), self.tensor, len(hidden)
+        )
+        logprobs, entropy, *squares = (column.clone() for column in joined.unbind(1))  # FSDP warns of views
+        if not self.entropy_gradient:
+            entropy = entropy.detach()
+        return PolicyOutput(logprobs, entropy, values, squares[0] if squares else None)
+
+    def _apply_head(
+        self, hidden: Tensor, target: Tensor, temperature: float, sum_pi_squared: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """hidden [N, H], target [N] -> log-probs, entropies, and where asked for sums of squared probabilities."""
         head = output_head(self.transformer)
         logprobs, entropy = linear_logprobs(
             hidden,
             head.weight,
             head.bias,
-            batch.target_ids,
+            target,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             entropy_gradient=self.entropy_gradient,
         )
-        values = None if self.value_head is None else apply_value_head(self.value_head, hidden)
         squares = None
         if sum_pi_squared:
             squares = sum_squared_probabilities(
                 hidden, head.weight, head.bias, temperature=temperature, chunk_tokens=self.chunk_tokens
             )
-        return PolicyOutput(logprobs, entropy, values, squares)
+        return logprobs, entropy, squares
 
     def named_shards(self) -> Iterator[TensorShard]:
         """This rank's rows of every tensor, in the order of Hugging Face's state dict, a tied one once.
 
-        With adapters they are the merged model's, computed as they are asked for. Collective then.
+        With adapters they are the merged model's, computed as they are asked for. Collective then, and with tensor
+        ranks.
         """
         as_shards(self)
         adapted = dict(adapted_layers(self.transformer))
@@ -126,9 +156,7 @@ class PolicyModel(nn.Module):
             module = name.rpartition(".")[0].removesuffix(BASE)
             if module not in adapted and ".lora_" in name:
                 continue
-            mesh, num_rows = shard_mesh(sharded.device_mesh), sharded.shape[0]
-            row_offset = min(-(-num_rows // mesh.size()) * mesh.get_local_rank(), num_rows)
-            rows = sharded.to_local().detach()
+            rows, row_offset = owned_rows(sharded, self.tensor)
             if module in adapted and name.endswith(".weight"):
                 rows = merged_rows(adapted[module], rows)
             yield TensorShard(name.replace(BASE, ""), rows, tuple(sharded.shape), row_offset)
@@ -204,6 +232,7 @@ def load_policy(
         chunk_tokens=config.logprob_chunk_tokens,
         entropy_gradient=entropy_gradient,
         value_head=make_value_head(transformer.config.hidden_size) if has_value_head else None,
+        tensor=tensor_mesh(mesh),
     )
     shard_model(policy, transformer.get_decoder(), config, mesh)
     return policy
@@ -219,7 +248,13 @@ def load_packed(model_path: Path) -> PreTrainedModel:
 
 
 def shard_model(model: nn.Module, decoder: nn.Module, config: LearnerConfig, mesh: DeviceMesh) -> None:
-    """FSDP2 over `mesh`: a unit a block of `decoder`, and `model` with what is left as the root."""
+    """FSDP2 over the data dimensions of `mesh`: a unit a block of `decoder`, and `model` with what is left as the root.
+
+    With a tensor dimension the decoder is cut over it first; raises LearnerError for one that cannot be.
+    """
+    if (tensor := tensor_mesh(mesh)) is not None:
+        parallelize(decoder, tensor)
+    data = data_mesh(mesh)
     dtype = getattr(torch, compute_dtype(config, mesh.device_type))
     precision = MixedPrecisionPolicy()
     if dtype != torch.float32:
@@ -231,8 +266,8 @@ def shard_model(model: nn.Module, decoder: nn.Module, config: LearnerConfig, mes
             assert isinstance(feed_forward, nn.Module)
             feed_forward.compile(dynamic=True)
         checkpoint_activations(block, config.activation_checkpointing)
-        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(block, mesh=data, mp_policy=precision, offload_policy=offload)
+    fully_shard(model, mesh=data, mp_policy=precision, offload_policy=offload)
 
 
 def _check_supported(config: PreTrainedConfig) -> None:

@@ -1,37 +1,43 @@
 """The optimizer step of a rank: learning rate, clipping by the global norm, AdamW or plain SGD.
 
 Taken once a mini-batch, for the policy and for a critic. Everything works on this rank's shards; only the norm needs
-the others.
+the others, and what tensor ranks hold whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from asyncrl.config import LearnerConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.finite import first_non_finite, group_device, shard_norms
+from asyncrl.learner.mesh import copy_group, tensor_mesh
+from asyncrl.learner.tensor_parallel import is_whole
 
 
 class ShardedOptimizer:
     """Steps sharded parameters, given by name. Moments are float32, like the master weights."""
 
-    def __init__(
-        self, parameters: dict[str, Parameter], config: LearnerConfig, group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, parameters: dict[str, Parameter], config: LearnerConfig, mesh: DeviceMesh) -> None:
         self._parameters = parameters
         self._config = config
-        self._group = group
+        self._group = copy_group(mesh)
+        self._tensor = tensor_mesh(mesh)
+        self._whole = {name for name, p in parameters.items() if self._tensor is not None and is_whole(p)}
         self._optimizer: torch.optim.Optimizer
+        groups = [{"params": part} for part in _by_mesh(parameters.values())]
         if config.optimizer == "sgd":
-            self._optimizer = torch.optim.SGD(parameters.values(), lr=config.lr, foreach=False)
+            self._optimizer = torch.optim.SGD(groups, lr=config.lr, foreach=False)
         else:
             self._optimizer = torch.optim.AdamW(
-                parameters.values(),
+                groups,
                 lr=config.lr,
                 betas=config.betas,
                 weight_decay=config.weight_decay,
@@ -61,8 +67,9 @@ class ShardedOptimizer:
     def _clip(self, version: int, number: int, scale: float) -> float:
         """Scales the gradients, then to a global norm of at most max_grad_norm; returns the norm in between."""
         gradients = {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        self._average_whole(gradients)
         norms = shard_norms(list(gradients.values()))
-        sum_of_squares = norms.square().sum().to(group_device(self._group))
+        sum_of_squares = (norms.square() @ self._shares(gradients).to(norms)).to(group_device(self._group))
         dist.all_reduce(sum_of_squares, group=self._group)
         norm = float(sum_of_squares.sqrt()) * scale
         if not norm < float("inf"):
@@ -78,6 +85,19 @@ class ShardedOptimizer:
                 gradient.mul_(scale)
         return norm
 
+    def _average_whole(self, gradients: dict[str, Tensor]) -> None:
+        """Over the tensor group; tensor_parallel.py says why. Collective."""
+        if self._tensor is None:
+            return
+        for name in (name for name in gradients if name in self._whole):
+            dist.all_reduce(gradients[name], group=self._tensor.get_group())
+            gradients[name].div_(self._tensor.size())
+
+    def _shares(self, gradients: dict[str, Tensor]) -> Tensor:
+        """[n]: the part of each gradient's squares that this rank adds: what a tensor group has whole counts once."""
+        size = 1 if self._tensor is None else self._tensor.size()
+        return torch.tensor([1 / size if name in self._whole else 1.0 for name in gradients])
+
 
 def learning_rate(config: LearnerConfig, version: int) -> float:
     """Linear warm-up over n = `warmup_versions`: version 0 uses lr / n, version n - 1 and all after it lr."""
@@ -87,3 +107,12 @@ def learning_rate(config: LearnerConfig, version: int) -> float:
 def _local(gradient: Tensor) -> Tensor:
     assert isinstance(gradient, DTensor)
     return gradient.to_local()
+
+
+def _by_mesh(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+    """torch's fused steps take parameters of one mesh: those that tensor ranks cut lie on a larger one."""
+    parts: dict[DeviceMesh, list[Parameter]] = {}
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor)
+        parts.setdefault(parameter.device_mesh, []).append(parameter)
+    return list(parts.values())

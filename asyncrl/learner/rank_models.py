@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config import Config
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.experience import Microbatch
-from asyncrl.learner.mesh import shard_group
+from asyncrl.learner.mesh import data_group, num_data_ranks
 from asyncrl.learner.model import as_shards, load_policy
 from asyncrl.learner.reference import BaseReference, Reference
 from asyncrl.models.source import resolve_model
@@ -30,9 +30,9 @@ class RankModels:
         """`model_path`: of the policy; the launcher has brought the models that the config names besides."""
         algorithm = config.algorithm
         critic = algorithm.critic
-        assert dist.group.WORLD is not None
-        self.group = dist.group.WORLD
-        self.shard_group = shard_group(mesh)
+        self.mesh = mesh
+        self.num_data_ranks = num_data_ranks(mesh)
+        self.data_group = data_group(mesh)
         self.policy = load_policy(
             model_path,
             config.learner,
@@ -53,9 +53,7 @@ class RankModels:
             self.reference = Reference(_folder(algorithm.reference.model, model_path), config, mesh=mesh)
         self.critic: Critic | None = None
         if critic is not None and not critic.shared:
-            self.critic = Critic(
-                _folder(critic.model, model_path), config, critic, mesh=mesh, group=self.shard_group
-            )
+            self.critic = Critic(_folder(critic.model, model_path), config, critic, mesh=mesh)
 
     def reshard(self) -> None:
         """Back to this rank's shards: a forward pass without a backward pass leaves FSDP's root gathered."""
@@ -79,13 +77,13 @@ class RankModels:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()
-        dist.all_reduce(summed, group=self.group)
+        dist.all_reduce(summed, group=self.data_group)
         return summed
 
     def gather_columns(self, mine: Tensor, places: Tensor, num_tokens: int) -> Tensor:
         whole = mine.new_zeros(mine.shape[0], num_tokens)
         whole[:, places] = mine
-        dist.all_reduce(whole, group=self.group)
+        dist.all_reduce(whole, group=self.data_group)
         return whole
 
     @torch.no_grad()

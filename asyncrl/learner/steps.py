@@ -30,17 +30,14 @@ EARLY_STOP_FACTOR = 1.5
 class PolicySteps:
     """Steps of the policy. The same inputs on as many ranks and threads give the same bits on a CPU."""
 
-    def __init__(
-        self, config: Config, models: RankModels, num_ranks: int, supervised: SupervisedSteps | None = None
-    ) -> None:
+    def __init__(self, config: Config, models: RankModels, supervised: SupervisedSteps | None = None) -> None:
         self._config = config
         self._models = models
-        self._num_ranks = num_ranks
         self._supervised = supervised
         self._optimizer = ShardedOptimizer(
             {name: p for name, p in models.policy.named_parameters() if p.requires_grad},
             config.learner,
-            models.shard_group,
+            models.mesh,
         )
 
     def take(self, experience: Experience, plan: Plan, totals: Totals) -> dict[str, float]:
@@ -93,8 +90,8 @@ class PolicySteps:
             loss = step.loss
             if output.values is not None:
                 loss = loss + self._shared_critic_loss(experience, microbatch, output.values, counts, totals)
-            # FSDP averages gradients over the ranks; the loss is the sum of their shares.
-            (loss * self._num_ranks).backward()
+            # FSDP averages gradients over the data ranks; the loss is the sum of their shares.
+            (loss * self._models.num_data_ranks).backward()
             counted, kl_sums = counted + step.counted, kl_sums + step.kl_sums
         experience.first_is_scored |= number == 0
         scale = 1.0
@@ -128,11 +125,10 @@ def _one_over(counts: Counts, table: AggregationConfig) -> float:
 class CriticSteps:
     """Steps of a critic with a body of its own."""
 
-    def __init__(self, config: Config, models: RankModels, num_ranks: int) -> None:
+    def __init__(self, config: Config, models: RankModels) -> None:
         assert config.algorithm.critic is not None
         self._config: CriticConfig = config.algorithm.critic
         self._models = models
-        self._num_ranks = num_ranks
 
     def take(self, experience: Experience, plan: Plan, totals: Totals) -> dict[str, float]:
         """As PolicySteps.take; every step compares with the values before the first."""
@@ -145,7 +141,7 @@ class CriticSteps:
                 for microbatch in microbatches:
                     values = critic.model(microbatch.pack())
                     loss = critic_loss(self._config.loss, experience, microbatch, values, counts, totals)
-                    (loss * self._num_ranks).backward()
+                    (loss * self._models.num_data_ranks).backward()
                 own_tokens = experience.num_tokens_of(number)
                 totals.close_step(scale=1.0, step_tokens=counts.tokens, own_tokens=own_tokens)
                 norm, lr = critic.optimizer.step(plan.index, len(norms) + 1)

@@ -29,7 +29,7 @@ from asyncrl.learner.finite import first_non_finite, shard_norms
 from asyncrl.learner.flow import find_stages
 from asyncrl.learner.lora import save_adapter
 from asyncrl.learner.loss import add_by_staleness
-from asyncrl.learner.mesh import is_first_replica, shard_group
+from asyncrl.learner.mesh import copy_group, data_rank, is_first_replica, num_data_ranks
 from asyncrl.learner.mfu import ModelFlops
 from asyncrl.learner.model import TensorShard
 from asyncrl.learner.ptx import SupervisedSteps, agree_on_rows
@@ -61,10 +61,8 @@ class PolicyLearner:
         self._context = StageContext(
             algorithm, self._models, controller, [reward.weight for reward in config.reward]
         )
-        self._policy_steps = PolicySteps(config, self._models, mesh.size(), self._supervised_steps())
-        self._critic_steps = (
-            CriticSteps(config, self._models, mesh.size()) if self._models.critic is not None else None
-        )
+        self._policy_steps = PolicySteps(config, self._models, self._supervised_steps())
+        self._critic_steps = CriticSteps(config, self._models) if self._models.critic is not None else None
 
     @property
     def model_flops(self) -> ModelFlops:
@@ -102,7 +100,7 @@ class PolicyLearner:
         metrics |= value_metrics(experience, self._models)
         if self._models.reference is not None:
             self._models.reference.after_version(plan.index + 1, self._models.policy)
-        return experience.metrics | metrics | totals.reduce(self._group, self._device)
+        return experience.metrics | metrics | totals.reduce(self._models.data_group, self._device)
 
     def agree_on(self, plan: Plan) -> None:
         """Raises LearnerError on every rank when the ranks hold different plans. `update` calls it first: ranks
@@ -137,7 +135,7 @@ class PolicyLearner:
         return is_first_replica(self._mesh)
 
     def named_shards(self) -> Iterator[TensorShard]:
-        """This rank's rows of every tensor, in the order of Hugging Face's state dict, a tied one once."""
+        """This rank's rows of every tensor, in the order of Hugging Face's state dict, a tied one once. Collective."""
         return self._models.policy.named_shards()
 
     def export(self, folder: Path) -> None:
@@ -151,7 +149,7 @@ class PolicyLearner:
             self._model_path,
             folder,
             dtype=self._publish_dtype,
-            group=shard_group(self._mesh),
+            group=copy_group(self._mesh),
             is_writer=is_writer,
         )
         if (lora := self._config.learner.lora) is not None:
@@ -170,16 +168,20 @@ class PolicyLearner:
         dataset = load_supervised(self._config, load_tokenizer(self._model_path))
         agree_on_rows(dataset, self._group, self._device)
         return SupervisedSteps(
-            self._config, dataset, self._device, rank=dist.get_rank(), num_ranks=self._mesh.size()
+            self._config,
+            dataset,
+            self._device,
+            rank=data_rank(self._mesh),
+            num_ranks=num_data_ranks(self._mesh),
         )
 
     def _check_shard(self, shard: Shard) -> None:
-        plan, rank = shard.plan, dist.get_rank()
+        plan, rank = shard.plan, data_rank(self._mesh)
         expected = [plan.ordinals[position] for position in plan.positions_of(rank)]
         ordinals = [group.ordinal for group in shard.groups]
         if shard.rank != rank or ordinals != expected:
             raise LearnerError(
-                f"rank {rank} got a shard of rank {shard.rank} with groups {ordinals}, but the plan of batch "
+                f"data rank {rank} got a shard of {shard.rank} with groups {ordinals}, but the plan of batch "
                 f"{plan.index} gives it {expected}; this is a fault of the coordinator: restart the run"
             )
         for number in range(len(plan.minibatches)):

@@ -188,6 +188,7 @@ class Batch(Message, frozen=True, tag=True):
 
     plan: Plan
     rank: int
+    """Of the plan: the ranks of a tensor group have the same."""
     groups: list[GroupFields]
     """In the order of `plan.positions_of(rank)`."""
 

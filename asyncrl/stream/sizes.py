@@ -36,5 +36,5 @@ def max_shard_bytes(config: Config) -> int:
     learner = config.learner
     size, num_larger = divmod(learner.prompts_per_batch, learner.minibatches)
     sizes = [size + 1] * num_larger + [size] * (learner.minibatches - num_larger)
-    num_groups = sum(-(-size // learner.num_ranks) for size in sizes)
+    num_groups = sum(-(-size // learner.num_data_ranks) for size in sizes)
     return num_groups * max_group_bytes(config)

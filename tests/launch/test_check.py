@@ -178,9 +178,42 @@ def test_check_counts_the_memory_of_every_model_that_a_rank_holds(model: Path):
     assert memory("algorithm=ppo")["critic memory"] == "1.6 MB"
     assert memory("algorithm=ppo", "learner.optimizer=sgd")["critic memory"] == "0.8 MB"
     assert "critic memory" not in memory("algorithm=ppo", "algorithm.critic.shared=true")
+    # Mutations: copies of the model counted once; the embedding of a tensor group, which each rank has whole.
+    save_file(
+        block | {"model.embed_tokens.weight": np.zeros((50, 400), np.float32)}, model / "block.safetensors"
+    )
+    assert memory("learner.num_ranks=4")["learner memory"] == "1.9 MB"
+    assert memory("learner.num_ranks=4", "learner.replicas=2")["learner memory"] == "3.8 MB"
+    in_pairs = memory("learner.num_ranks=4", "learner.tensor_parallel_size=2", "algorithm.loss.kl={}")
+    assert in_pairs == {"learner memory": "2.2 MB", "reference memory": "0.6 MB"}
+    save_file(block, model / "block.safetensors")
     with_adapters = memory("algorithm.loss.kl={}", "learner.lora={rank: 16}")
     assert with_adapters["learner memory"] == "0.6 MB"
     assert with_adapters["reference memory"].startswith("none")
+
+
+def test_heads_that_tensor_ranks_cannot_share_are_refused(model: Path):
+    # Mutations: look at the policy alone; at num_attention_heads alone.
+    def with_heads(folder: Path, heads: int, keys: int) -> None:
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": keys, "intermediate_size": 48}
+        shape = json.loads((folder / "config.json").read_text()) | sizes
+        (folder / "config.json").write_text(json.dumps(shape))
+
+    four = ["learner.num_ranks=4", "learner.tensor_parallel_size=4"]
+    with_heads(model, 8, 4)
+    check(config_of(model, *four))
+    with_heads(model, 8, 2)
+    with pytest.raises(
+        ConfigError, match=r"^learner\.tensor_parallel_size 4 does not divide num_key_value_heads 2 of"
+    ):
+        check(config_of(model, *four))
+    with_heads(model, 8, 4)
+    reference = make_model_folder(model.parent / "reference")
+    with_heads(reference, 6, 4)
+    with pytest.raises(
+        ConfigError, match=r"^algorithm\.reference\.model: .* does not divide num_attention_heads 6 of"
+    ):
+        check(config_of(model, *four, "algorithm.loss.kl={}", f"algorithm.reference.model={reference}"))
 
 
 def test_a_port_in_use_is_refused_before_the_run_directory_is_made(

@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from asyncrl.config import Config
@@ -41,9 +43,12 @@ def write_model(folder: Path, kind: str, tied: bool, dtype: torch.dtype = torch.
         "initializer_range": 0.15,
     }
     torch.manual_seed(11)
-    model = (
-        LlamaForCausalLM(LlamaConfig(**shape)) if kind == "llama" else Qwen2ForCausalLM(Qwen2Config(**shape))
-    )
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8))
     with torch.no_grad():
         for parameter in model.parameters():  # no bias and no norm may be 0 or 1
             parameter.add_(torch.randn_like(parameter), alpha=0.05)

@@ -39,3 +39,6 @@ def test_a_ranks_share_is_rounded_up_in_every_mini_batch(
     ]
     config = load_config(None, [f"learner.{override}" for override in overrides])
     assert max_shard_bytes(config) == most * max_group_bytes(config)
+    overrides[-1] = f"num_ranks={2 * num_ranks}"  # each share goes to two ranks that share layers
+    paired = load_config(None, ["learner.tensor_parallel_size=2", *(f"learner.{o}" for o in overrides)])
+    assert max_shard_bytes(paired) == most * max_group_bytes(config)
