@@ -76,7 +76,9 @@ def names_user_code(spec: str) -> bool:
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the closest choice, else an empty string: it may stand inside a sentence."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    names = list(choices)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = close or difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)  # PPO
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
