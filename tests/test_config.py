@@ -92,6 +92,17 @@ def test_a_key_is_added_to_a_table_that_an_override_or_the_file_only_names(tmp_p
     )
 
 
+def test_an_override_that_would_undo_an_earlier_one_is_refused():
+    # Mutations: let the later one win -> the critic's lr is the recipe's, and nothing says so; refuse equal keys too.
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["algorithm.critic.lr=2e-6", "algorithm=ppo"])
+    assert str(caught.value) == (
+        "algorithm=ppo: replaces the whole of algorithm, and algorithm.critic.lr=2e-6, which stands before it, would be "
+        "lost; write algorithm=ppo first"
+    )
+    assert load_config(None, ["learner.lr=1", "learner.lr=2", "algorithm.type=rloo"]).learner.lr == 2
+
+
 def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Path):
     # Mutations: dump with YAML 1.1's rules -> 12e4 comes back as a number, in every process of the run; leave its
     # dates -> a run cannot be called by the day.

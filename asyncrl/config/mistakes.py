@@ -45,12 +45,12 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
 
 def _wrong_value(path: str, item: ErrorDetails) -> str:
     """The value, and what would be one, of what pydantic itself refuses."""
-    value, message = item["input"], item["msg"]
+    value, message, context = item["input"], item["msg"], item.get("ctx", {})
     if item["type"] == "union_tag_invalid":
-        name, names = _name(value), re.findall(r"'([^']*)'", item["ctx"]["expected_tags"])
+        name, names = _name(value), re.findall(r"'([^']*)'", context["expected_tags"])
         return f"{name!r} is no type{did_you_mean(name, names)}; there are {', '.join(names)}"
     if item["type"] == "literal_error" and isinstance(value, str):
-        near = did_you_mean(value, re.findall(r"'([^']*)'", item["ctx"]["expected"]))
+        near = did_you_mean(value, re.findall(r"'([^']*)'", context["expected"]))
         return f"{value!r}{near}: {message}"
     if item["type"] in ("model_type", "model_attributes_type"):
         tables = _tables_at(_without_indices(path))
