@@ -97,8 +97,8 @@ def test_an_override_that_would_undo_an_earlier_one_is_refused():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["algorithm.critic.lr=2e-6", "algorithm=ppo"])
     assert str(caught.value) == (
-        "algorithm=ppo: replaces the whole of algorithm, and algorithm.critic.lr=2e-6, which stands before it, would be "
-        "lost; write algorithm=ppo first"
+        "algorithm=ppo: replaces the whole of algorithm, and algorithm.critic.lr=2e-6, which stands before it, would "
+        "be lost; write algorithm=ppo first"
     )
     assert load_config(None, ["learner.lr=1", "learner.lr=2", "algorithm.type=rloo"]).learner.lr == 2
 
