@@ -166,6 +166,18 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ("algorithm.stages=[score, advantag, loss]", ["'advantag' is no stage (did you mean 'advantage'?)"]),
         ("algorithm.stages=[advantage, loss, update]", ["'loss' needs 'score' before it"]),
         (
+            "algorithm.stages=[score, advantage, correct, loss, 'a:b', update]",
+            ["stage 'a:b' runs once a batch, before 'loss'; put it there"],
+        ),
+        (
+            "algorithm.stages=[score, advantage, loss, update, correct]",
+            ["'correct' runs once a batch, before"],
+        ),
+        (
+            "algorithm.stages=[score, correct, advantage, loss, update]",
+            ["'correct' needs 'advantage' before"],
+        ),
+        (
             "algorithm.loss.policy.function=mine",
             [
                 "policy.function: unknown key of type ppo; custom has it, and ppo has: anchor, clip_high, clip_low"
@@ -267,6 +279,10 @@ def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str
         (
             ["algorithm.stages=[score, advantage, loss, update]", "algorithm.filter.keep=spread"],
             "algorithm.filter.keep: the stages of 'grpo' lack 'filter'; add it",
+        ),
+        (
+            ["algorithm.stages=[score, advantage, loss, update]"],
+            "algorithm.correction: the stages of 'grpo' lack 'correct'; add it, or set correction: {weight: null}",
         ),
         (
             ["algorithm.correction.proximal=bypass"],

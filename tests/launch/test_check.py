@@ -109,7 +109,7 @@ REFUSED = [
         ["algorithm.loss.policy={type: custom, function: 'json:detect_encoding', options: {strange: 1}}"],
         ["algorithm.loss.policy.function", "cannot be called as it will be, with (tokens, strange=1)"],
     ),
-    (["algorithm.stages=[score, advantage, 'json:x', loss, update]"], ["algorithm.stages 'json:x'"]),
+    (["algorithm.stages=[score, advantage, correct, 'json:x', loss, update]"], ["algorithm.stages 'json:x'"]),
     (["algorithm.filter.metric=exact_mach"], ["algorithm.filter.metric: 'exact_mach'", "'exact_match'"]),
     (
         ["algorithm.loss.kl={}", "algorithm.reference.model=/no/model"],
