@@ -13,7 +13,7 @@ from asyncrl.envs.eval_report import num_eval_prompts
 from asyncrl.envs.mixture import shares
 from asyncrl.envs.reward_checks import models_to_fetch
 from asyncrl.envs.supervised import SupervisedDataset, max_row_tokens
-from asyncrl.launch.model_facts import read_tensor_shapes
+from asyncrl.launch.model_facts import adapted_layers, read_tensor_shapes
 from asyncrl.launch.preflight import (
     Examined,
     check_config,
@@ -234,14 +234,8 @@ def _besides(
 
 
 def _num_adapter_parameters(model_path: Path, lora: LoraTable) -> int:
-    """rank x (inputs + outputs) of each matrix of a block that gets an adapter."""
-
-    def has_one(name: str) -> bool:
-        layer = name.removesuffix(".weight").rpartition(".")[2]
-        return ".layers." in name and (lora.target_modules == ("all-linear",) or layer in lora.target_modules)
-
-    shapes = read_tensor_shapes(model_path).items()
-    return lora.rank * sum(sum(shape) for name, shape in shapes if len(shape) == 2 and has_one(name))
+    """rank x (inputs + outputs) of each matrix that gets an adapter."""
+    return lora.rank * sum(sum(shape) for shape in adapted_layers(model_path, lora).values())
 
 
 def _num_held(config: Config, model_path: Path) -> int:

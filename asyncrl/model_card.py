@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from asyncrl.config import AlgorithmConfig, Config, SourceConfig, load_config
+from asyncrl.config.learner import LoraTable
 from asyncrl.errors import DataError
 from asyncrl.hub import is_hub_name
 
@@ -171,6 +172,7 @@ def _setting_rows(config: Config) -> list[tuple[str, str]]:
     learner, rollout = config.learner, config.rollout
     return [
         ("base model", shown_name(config.model)),
+        *_adapters(learner.lora),
         ("algorithm", ", ".join([shown_name(config.algorithm.type), *_changed_options(config.algorithm)])),
         ("data", ", ".join(_source(source) for source in config.data.train)),
         *(("supervised data", _source(source)) for source in config.data.supervised),
@@ -189,6 +191,12 @@ def _setting_rows(config: Config) -> list[tuple[str, str]]:
         ("max_staleness, over_age", f"{config.max_staleness}, {config.over_age}"),
         ("seed", f"{config.seed}"),
     ]
+
+
+def _adapters(lora: LoraTable | None) -> Iterator[tuple[str, str]]:
+    if lora is not None:
+        where = ", ".join(lora.target_modules)
+        yield "adapters", f"LoRA of rank {lora.rank}, alpha {lora.alpha} on {where}, merged"
 
 
 def _source(source: SourceConfig) -> str:

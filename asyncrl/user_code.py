@@ -12,6 +12,8 @@ import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -55,6 +57,13 @@ def import_attribute(
     return found
 
 
+def user_failure(error: BaseException) -> str:
+    """`KeyError: 'answer' (my_rewards.py, line 3)`: an exception, and the innermost line of the user's own."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return one_line(error) + where
+
+
 def read_source(spec: str) -> bytes | None:
     """What the file holds that `spec` names; None where it names none that is there."""
     file = Path(split_spec(spec)[0]).expanduser()
@@ -76,8 +85,16 @@ def names_user_code(spec: str) -> bool:
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the closest choice, else an empty string: it may stand inside a sentence."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    names = list(choices)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = close or difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)  # PPO
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _is_users(filename: str) -> bool:
+    """Neither asyncrl's, nor an installed package's, nor Python's own."""
+    library = (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
+    return os.path.isabs(filename) and not filename.startswith(library)
 
 
 def _import_module(name: str, what: str) -> ModuleType:

@@ -19,7 +19,7 @@ from asyncrl.config.corrections import ImportanceWeight
 from asyncrl.config.loss_presets import PEERS, VALUE_PEERS
 from asyncrl.config.losses import GspoLoss, PpoLoss
 from asyncrl.config.recipes import RECIPES
-from asyncrl.config.renames import ABSENT, RENAMES
+from asyncrl.config.renames import ABSENT, RENAMES, VALUES
 from asyncrl.config.table import nested_tables
 from asyncrl.errors import ConfigError
 
@@ -92,6 +92,17 @@ def test_a_key_is_added_to_a_table_that_an_override_or_the_file_only_names(tmp_p
     )
 
 
+def test_an_override_that_would_undo_an_earlier_one_is_refused():
+    # Mutations: let the later one win -> the critic's lr is the recipe's, and nothing says so; refuse equal keys too.
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["algorithm.critic.lr=2e-6", "algorithm=ppo"])
+    assert str(caught.value) == (
+        "algorithm=ppo: replaces the whole of algorithm, and algorithm.critic.lr=2e-6, which stands before it, would "
+        "be lost; write algorithm=ppo first"
+    )
+    assert load_config(None, ["learner.lr=1", "learner.lr=2", "algorithm.type=rloo"]).learner.lr == 2
+
+
 def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Path):
     # Mutations: dump with YAML 1.1's rules -> 12e4 comes back as a number, in every process of the run; leave its
     # dates -> a run cannot be called by the day.
@@ -148,14 +159,70 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ("rollout.group_size=1", ["rollout.group_size 1", "at least 2"]),
         ("rollout.group_size=500", ["group_size 500", "max_num_seqs 128"]),
         ("rollout.max_groups_in_flight=99", ["max_groups_in_flight 99", "max_num_seqs"]),
+        ("algorithm=PPO", ["algorithm: 'PPO' is no recipe (did you mean 'ppo'?)"]),
         ("algorithm=pp0", ["algorithm: 'pp0' is no recipe (did you mean 'ppo'?)", "grpo", "module:attr"]),
         ("algorithm=no_such_module:recipe", ["algorithm: ", "no_such_module", "ModuleNotFoundError"]),
         ("algorithm.advantages=rlo", ["algorithm.advantages: 'rlo' is no estimator (did you mean 'rloo'?)"]),
         ("algorithm.stages=[score, advantag, loss]", ["'advantag' is no stage (did you mean 'advantage'?)"]),
         ("algorithm.stages=[advantage, loss, update]", ["'loss' needs 'score' before it"]),
-        ("algorithm.loss.policy.function=mine", ["algorithm.loss.policy.function: unknown key"]),
+        (
+            "algorithm.stages=[score, advantage, correct, loss, 'a:b', update]",
+            ["stage 'a:b' runs once a batch, before 'loss'; put it there"],
+        ),
+        (
+            "algorithm.stages=[score, advantage, loss, update, correct]",
+            ["'correct' runs once a batch, before"],
+        ),
+        (
+            "algorithm.stages=[score, correct, advantage, loss, update]",
+            ["'correct' needs 'advantage' before"],
+        ),
+        (
+            "algorithm.loss.policy.function=mine",
+            [
+                "policy.function: unknown key of type ppo; custom has it, and ppo has: anchor, clip_high, clip_low"
+            ],
+        ),
+        (
+            "algorithm.loss.policy={type: cispo, clip_high: 5}",
+            [
+                "clip_high: unknown key of type cispo; ppo, gspo, gmpo, clip_cov have it, and cispo has: anchor"
+            ],
+        ),
+        ("algorithm.advantages.lam=0.95", ["advantages.lam: unknown key of type outcome; gae has it"]),
+        (
+            "algorithm.advantages={type: custom, function: 'a:b', margin: 1}",
+            [
+                "advantages.margin: unknown key; arguments of the function stand in algorithm.advantages.options"
+            ],
+        ),
+        (
+            "algorithm.correction.rejections=[{type: m2po, upper: 0.1}]",
+            ["rejections.0.upper: unknown key of type m2po; bounds has it, and m2po has: threshold, type"],
+        ),
+        (
+            "reward_model.overlong_buffer.len=4",
+            ["overlong_buffer.len: unknown key; here it is algorithm.shaping.overlong.buffer_tokens"],
+        ),
+        ("algorithm.filter_groups.enable=true", ["unknown key; here it is algorithm.filter.keep, spread"]),
+        ("peft_config.r=8", ["peft_config.r: unknown key; here it is learner.lora.rank"]),
+        ("algorithm.loss.policy=GSPO", ["policy: 'GSPO' is no type (did you mean 'gspo'?); there are ppo, "]),
+        ("algorithm.loss.policy=geo_mean", ["policy: 'geo_mean' is called otherwise here; use gmpo"]),
+        ("algorithm.loss.kl.estimator=low_var_kl", ["kl.estimator: 'low_var_kl' is called", "use k3"]),
+        ("algorithm=gae", ["algorithm: 'gae' is called otherwise here; use ppo"]),
+        (
+            "algorithm.loss.kl=0.001",
+            ["loss.kl: 0.001: must be a table of clamp_estimate, clamp_log_ratio, coef"],
+        ),
+        ("algorithm.advantages=[grpo]", ["advantages: ('grpo',): must be a table (From rewards to"]),
+        (
+            "learner.lora.target_modules=q_proj",
+            ["target_modules: 'q_proj': must be a list, such as [q_proj]"],
+        ),
+        ("algorithm.loss.policy.clip_high='0.3'", ["clip_high: '0.3' is a text; write the number without"]),
+        ("resources.cores=3", ["resources.cores: 3"]),
         ("algorithm.loss.policy={type: custom, function: mine}", ["policy.function: 'mine'", "module:NAME"]),
-        ("algorithm.preset=trll", ["algorithm.preset: 'trll'", "'trl'"]),
+        ("algorithm.preset=trll", ["algorithm.preset: 'trll' (did you mean 'trl'?)", "'verl'"]),
         ("algorithm.filter={keep: mean_between, between: [1, 0]}", ["algorithm.filter: between (1.0, 0.0)"]),
         ("mode=colocated", ["mode", "colocated", "not built yet", "disaggregated"]),
         ("launcher=ray", ["launcher", "ray", "not built yet"]),
@@ -178,6 +245,8 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
     ],
 )
 def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str, says: list[str]):
+    # Mutations: the keys of all types of a union in place of one's -> "did you mean" the same key again; pydantic's
+    # own words of a tag, a table, a list; the nearest key of verl's table before the names that its keys have here.
     with pytest.raises(ConfigError) as caught:
         load_config(None, [override])
     for part in says:
@@ -210,6 +279,10 @@ def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str
         (
             ["algorithm.stages=[score, advantage, loss, update]", "algorithm.filter.keep=spread"],
             "algorithm.filter.keep: the stages of 'grpo' lack 'filter'; add it",
+        ),
+        (
+            ["algorithm.stages=[score, advantage, loss, update]"],
+            "algorithm.correction: the stages of 'grpo' lack 'correct'; add it, or set correction: {weight: null}",
         ),
         (
             ["algorithm.correction.proximal=bypass"],
@@ -370,6 +443,24 @@ def test_a_mistake_in_a_list_is_one_mistake(key: str):
     [empty] = mistakes_of(f"{key}=[]")
     assert f"{key}: " in empty
     assert "at least 1 item" in empty
+
+
+@pytest.mark.parametrize(("written", "here"), VALUES.items())
+def test_a_value_of_another_framework_is_refused_with_one_that_is_right_here(written: str, here: str):
+    # Mutations: drop a value -> the nearest name, which is another thing; name one that does not exist here.
+    word, _, value = written.partition("=")
+    key = {
+        "algorithm": "algorithm",
+        "advantages": "algorithm.advantages",
+        "policy": "algorithm.loss.policy",
+        "estimator": "algorithm.loss.kl.estimator",
+    }[word]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"{key}={value}"])
+    assert str(caught.value).endswith(f": {value!r} is called otherwise here; use {here}")
+    usable = here if here.startswith("{") else here.partition(",")[0]
+    recipe = ["algorithm=ppo", "algorithm.critic={}"] if usable == "otb" else []
+    load_config(None, [*recipe, f"{key}={usable}"])
 
 
 @pytest.mark.parametrize("here", sorted(set(RENAMES.values())))

@@ -86,6 +86,15 @@ def test_the_front_matter_names_a_base_model_of_the_hub_and_no_license(tmp_path:
     assert shown["data"] == "rev4"
     assert shown["algorithm"] == "grpo"
     assert "lr 0.0003" in shown["optimizer"]
+    assert "adapters" not in shown
+
+
+def test_a_card_of_adapters_says_so(tmp_path: Path):
+    # Mutation: leave the row out -> the card reads as if every weight had been trained.
+    _, shown = card_of(
+        write_run(tmp_path / "run", "learner.lora={rank: 4, target_modules: [q_proj, v_proj]}")
+    )
+    assert shown["adapters"] == "LoRA of rank 4, alpha 32 on q_proj, v_proj, merged"
 
 
 def test_a_model_that_is_no_name_on_the_hub_stays_out_of_the_front_matter(tmp_path: Path):

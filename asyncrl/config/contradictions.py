@@ -48,12 +48,17 @@ def _of_stages(algorithm: AlgorithmConfig) -> Iterator[str]:
         ("advantages", isinstance(algorithm.advantages, GaeAdvantages), "values"),
         ("critic", algorithm.critic is not None, "critic"),
         ("advantages.whiten", algorithm.token_whitening is not None, "whiten"),
-        ("correction", algorithm.correction.needs_whole_batch, "correct"),
         ("loss", algorithm.loss.selects_tokens, "select"),
     ):
         if is_asked and stage not in algorithm.stages:
             where = "use the recipe ppo" if stage in ("values", "critic") else "add it"
             yield f"{key}: the stages of {algorithm.type!r} lack {stage!r}; {where}, or leave the key out"
+    correction = algorithm.correction
+    if (correction.weight is not None or correction.rejections) and "correct" not in algorithm.stages:
+        yield (
+            f"correction: the stages of {algorithm.type!r} lack 'correct'; add it, or set correction: {{weight: null}} "
+            "without rejections"
+        )
 
 
 def _of_the_critic(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -65,7 +65,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     Raises ConfigError naming each key's path, its value, and what would be right.
     """
     tree = _read_yaml(Path(path)) if path is not None else {}
-    for override in overrides:
+    for position, override in enumerate(overrides):
+        _check_order(override, overrides[:position])
         _apply_override(tree, override)
     return validate_config(tree)
 
@@ -123,9 +124,23 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
+def _check_order(override: str, earlier: Sequence[str]) -> None:
+    """Raises ConfigError for one that would undo an earlier one: `algorithm.critic.lr=1e-5 algorithm=ppo`."""
+    path = _path_of(override)
+    for other in earlier:
+        if _path_of(other).startswith(f"{path}."):
+            raise ConfigError(
+                f"{override}: replaces the whole of {path}, and {other}, which stands before it, would be lost; write "
+                f"{override} first"
+            )
+
+
+def _path_of(override: str) -> str:
+    return override.partition("=")[0].strip().removeprefix("--")
+
+
 def _apply_override(tree: dict[str, Any], override: str) -> None:
-    path, separator, text = override.partition("=")
-    path = path.strip().removeprefix("--")
+    path, (_, separator, text) = _path_of(override), override.partition("=")
     if not separator or not path:
         raise ConfigError(f"{override!r}: not an override; write key.path=value")
     try:

@@ -18,8 +18,8 @@ class LoraTable(Table):
     """Of each adapter."""
     alpha: Positive = 32
     """The adapter's product is multiplied by alpha / rank."""
-    target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the linear layers that get one, such as q_proj; `all-linear`: all but the head."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = ("all-linear",)
+    """Names of the blocks' linear layers that get one, such as q_proj; `[all-linear]`: all but the head."""
 
 
 class LearnerConfig(Table):

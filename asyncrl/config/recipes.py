@@ -40,7 +40,7 @@ STAGES: dict[str, Stage] = {
     "advantage": Stage("rewards, and values, to one advantage a token"),
     "whiten": Stage("advantages to mean 0 and deviation 1", needs=("advantage",)),
     # the ranks, once a mini-batch
-    "correct": Stage("off-policy correction: weights and rejected tokens", needs=("score",)),
+    "correct": Stage("off-policy correction: weights and rejected tokens", needs=("score", "advantage")),
     "select": Stage(
         "tokens that the loss chooses once a mini-batch (kl_cov, top entropy)", needs=("score", "advantage")
     ),
@@ -146,7 +146,8 @@ def find_recipe(name: str) -> Recipe:
 
 
 def check_stages(stages: Sequence[str]) -> None:
-    """Raises ValueError for a stage that does not exist, stands twice, or before one that it builds on."""
+    """Raises ValueError for a stage that does not exist, stands twice, before one that it builds on, or after the loss
+    where it would run before it."""
     for position, name in enumerate(stages):
         if names_user_code(name):
             continue
@@ -163,6 +164,9 @@ def check_stages(stages: Sequence[str]) -> None:
     for last in ("loss", "update"):
         if last not in stages:
             raise ValueError(f"a recipe needs the stage {last!r}; add it")
+    for name in stages[stages.index("loss") :]:
+        if name not in ("loss", "critic", "update"):
+            raise ValueError(f"stage {name!r} runs once a batch, before 'loss'; put it there")
 
 
 def merged(below: Options, above: Options) -> Options:

@@ -1,4 +1,5 @@
-"""What the keys of other frameworks are called here, or what is done here without them: for the error that refuses one.
+"""What the keys and values of other frameworks are called here, or what is done here without them: for the error that
+refuses one.
 
 A key is looked up by its last three words, its last two, its last one: verl's `actor_rollout_ref.rollout.n` as
 `rollout.n`, then as `n`.
@@ -74,6 +75,9 @@ RENAMES: dict[str, str] = {
     "critic.loss_agg_mode": "algorithm.critic.loss.aggregation.mode",
     "critic_warmup": "algorithm.critic.warmup_versions",
     "lora_rank": "learner.lora.rank",
+    "lora_r": "learner.lora.rank",
+    "r": "learner.lora.rank",
+    "lora_target_modules": "learner.lora.target_modules",
     "lora_alpha": "learner.lora.alpha",
     "target_modules": "learner.lora.target_modules",
     "use_peft": "learner.lora, a table where there are adapters",
@@ -98,6 +102,8 @@ RENAMES: dict[str, str] = {
     "gradient_accumulation_steps": "learner.prompts_per_batch, in prompts of the whole batch",
     "steps_per_generation": "learner.minibatches, steps_per_generation / gradient_accumulation_steps",
     "num_iterations": "learner.epochs",
+    "num_ppo_epochs": "learner.epochs",
+    "num_mini_batches": "learner.minibatches",
     "max_steps": "learner.max_versions, each of minibatches x epochs steps",
     "learning_rate": "learner.lr",
     "warmup_steps": "learner.warmup_versions",
@@ -202,6 +208,29 @@ RENAMES: dict[str, str] = {
     "ppo_n_minibatches": "learner.minibatches",
 }
 """Key -> the key here. What stands behind a comma tells how the value differs."""
+
+VALUES: dict[str, str] = {
+    "algorithm=gae": "ppo",
+    "algorithm=reinforce_plus_plus": "reinforce_pp",
+    "algorithm=reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "algorithm=reinforce++": "reinforce_pp",
+    "advantages=grpo_passk": "pass_at_k",
+    "advantages=grpo_vectorized": "grpo",
+    "advantages=rloo_vectorized": "rloo",
+    "advantages=optimal_token_baseline": "otb",
+    "policy=vanilla": "ppo",
+    "policy=grpo": "ppo, and algorithm: grpo for its advantages",
+    "policy=dapo": "ppo, and algorithm: dapo for the rest",
+    "policy=dr_grpo": "ppo, and algorithm: dr_grpo for the rest",
+    "policy=gpg": "reinforce",
+    "policy=geo_mean": "gmpo",
+    "policy=dppo_tv": "dppo",
+    "policy=dppo_kl": "{type: dppo, divergence: kl}",
+    "estimator=kl": "k1",
+    "estimator=mse": "k2",
+    "estimator=low_var_kl": "k3",
+}
+"""`last word of the key=value` -> the value here."""
 
 _GROUPS = {
     # the objective

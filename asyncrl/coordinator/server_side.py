@@ -246,7 +246,8 @@ class ServerSide:
             raise RewardError(
                 f"algorithm.filter left out {num_filtered} groups in a row (algorithm.max_filtered_batches "
                 f"{self._algorithm.max_filtered_batches} x learner.prompts_per_batch): every one is too easy or too "
-                "hard; use other prompts, a larger rollout.group_size, or another filter"
+                "hard, or the reward gives all answers the same (trajectories/untrainable.jsonl has them); use other "
+                "prompts, a larger rollout.group_size, or another filter"
             )
         num_groups = self._ledger.num_untrainable_in_a_row
         if num_groups >= self._max_untrainable:

@@ -17,7 +17,6 @@ import math
 import os
 import signal
 import sys
-import sysconfig
 import traceback
 from collections.abc import Awaitable, Iterable, Mapping, Set
 from pathlib import Path
@@ -39,7 +38,7 @@ from asyncrl.envs.reward_styles import Reward
 from asyncrl.envs.rewards import resolve_reward
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.types import MAX_ABS_REWARD
-from asyncrl.user_code import read_source
+from asyncrl.user_code import read_source, user_failure
 
 PR_SET_PDEATHSIG = 1
 MAX_EXTRAS = 100
@@ -118,24 +117,13 @@ _num_failures = itertools.count(1)
 
 
 def describe_failure(error: BaseException) -> str:
-    """`KeyError: 'answer' (my_rewards.py, line 3)`: the innermost line of the user's own.
+    """What is said of it, with the innermost line of the user's own.
 
     The whole traceback of the 1st, the 10th, the 100th ... failure goes to stderr, which is the server's log.
     """
     if str(next(_num_failures)).strip("0") == "1":
         traceback.print_exception(error)
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return one_line(error) + where
-
-
-def _is_users(filename: str) -> bool:
-    """Neither asyncrl's, nor an installed package's, nor Python's own."""
-    library = (
-        str(Path(__file__).parent.parent),
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib")),
-    )
-    return os.path.isabs(filename) and not filename.startswith(library)
+    return user_failure(error)
 
 
 def reply_of(reward: Reward, request: RewardRequest, result: Any) -> RewardReply:

@@ -37,15 +37,17 @@ def named_functions(config: Config) -> list[NamedFunction]:
     """Those that `algorithm` names."""
     algorithm = config.algorithm
     stages = [
-        NamedFunction("algorithm.stages", name, 2) for name in algorithm.stages if names_user_code(name)
+        NamedFunction("algorithm.stages", name, ["experience", "context"])
+        for name in algorithm.stages
+        if names_user_code(name)
     ]
     tables = [
-        ("algorithm.advantages", algorithm.advantages),
-        ("algorithm.loss.policy", algorithm.loss.policy),
+        ("algorithm.advantages", "experience", algorithm.advantages),
+        ("algorithm.loss.policy", "tokens", algorithm.loss.policy),
     ]
     return stages + [
-        NamedFunction(f"{key}.function", table.function, 1, table.options)
-        for key, table in tables
+        NamedFunction(f"{key}.function", table.function, [argument], table.options)
+        for key, argument, table in tables
         if isinstance(table, CustomAdvantages | CustomLoss)
     ]
 

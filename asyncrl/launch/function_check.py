@@ -30,8 +30,8 @@ class NamedFunction(msgspec.Struct, frozen=True):
     """Of the configuration."""
     name: str
     """`module:attr` or `path/to/file.py:attr`."""
-    num_arguments: int
-    """By position."""
+    arguments: list[str]
+    """By position; the names are for the error."""
     options: dict[str, Any] = {}
     """By name."""
 
@@ -61,13 +61,15 @@ def _problems(functions: list[NamedFunction]) -> Iterator[str]:
     for function in functions:
         try:
             signature = inspect.signature(import_function(function.name, function.key))
-            signature.bind(*[None] * function.num_arguments, **function.options)
+            signature.bind(*function.arguments, **function.options)
         except ConfigError as error:
             yield str(error)
         except TypeError as error:
+            options = [f"{name}={value!r}" for name, value in function.options.items()]
+            call = ", ".join([*function.arguments, *options])
             yield (
-                f"{function.key} {function.name!r} cannot be called with {function.num_arguments} arguments and the "
-                f"options {sorted(function.options)}: {error}"
+                f"{function.key} {function.name!r} cannot be called as it will be, with ({call}): {error}; let it take "
+                "these"
             )
         except ValueError:
             pass  # a built-in without a signature

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.learner import LoraTable
 from asyncrl.errors import ConfigError
+from asyncrl.user_code import did_you_mean
 
 
 def read_model_config(model_path: Path) -> dict[str, Any]:
@@ -73,6 +75,28 @@ def check_tensor_parallel(model_path: Path, size: int, key: str = "") -> None:
                 f"{key}learner.tensor_parallel_size {size} does not divide {what} {number} of {model_path}; use one "
                 "that does, or 1"
             )
+
+
+def adapted_layers(model_path: Path, lora: LoraTable) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of each matrix of a block that gets an adapter.
+
+    Raises ConfigError for a target that is none: peft would ignore it beside others, or fail once all is loaded.
+    """
+    layers = {
+        name.removesuffix(".weight"): shape
+        for name, shape in read_tensor_shapes(model_path).items()
+        if ".layers." in name and len(shape) == 2
+    }
+    if lora.target_modules == ("all-linear",) or not layers:
+        return layers
+    for target in lora.target_modules:
+        if not any(name.endswith(f".{target}") for name in layers):
+            names = sorted({name.rpartition(".")[2] for name in layers})
+            raise ConfigError(
+                f"learner.lora.target_modules: {target!r} is no linear layer of a block of {model_path}"
+                f"{did_you_mean(target, names)}; there are {', '.join(names)}, or [all-linear] alone, for all of them"
+            )
+    return {n: shape for n, shape in layers.items() if any(n.endswith(f".{t}") for t in lora.target_modules)}
 
 
 def read_tensor_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:

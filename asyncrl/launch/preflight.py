@@ -24,7 +24,12 @@ from asyncrl.envs.supervised import (
 )
 from asyncrl.errors import ConfigError
 from asyncrl.launch.algorithm_checks import check_algorithm, check_named_model, named_models
-from asyncrl.launch.model_facts import check_length, check_tensor_parallel, read_tensor_shapes
+from asyncrl.launch.model_facts import (
+    adapted_layers,
+    check_length,
+    check_tensor_parallel,
+    read_tensor_shapes,
+)
 from asyncrl.launch.resources import ROLES, Placements, available_cores, place_processes, visible_gpus
 from asyncrl.models.source import model_folder, model_is_ready, resolve_model
 from asyncrl.rollout_server.vllm_process import engine_args
@@ -107,6 +112,8 @@ def check_model(examined: Examined, model_path: Path) -> tuple[Dataset, Dataset,
     if config.data.supervised:
         check_length(model_path, max_row_tokens(config), what="data.max_supervised_tokens")
     check_tensor_parallel(model_path, config.learner.tensor_parallel_size)
+    if config.learner.lora is not None:
+        adapted_layers(model_path, config.learner.lora)
     for key, name in named_models(config).items():
         if model_is_ready(name):
             check_named_model(config, key, resolve_model(name), model_path, max_sequence_tokens(config))

@@ -10,12 +10,13 @@ from asyncrl.learner.stages import (
     advantage,
     correct_batch,
     kl_reward,
+    own_stage,
     reference,
     score,
     values,
     whiten,
 )
-from asyncrl.user_code import import_function, names_user_code
+from asyncrl.user_code import names_user_code
 
 STAGES: dict[str, Stage] = {
     "score": score,
@@ -33,7 +34,7 @@ STAGES: dict[str, Stage] = {
 def find_stages(names: Sequence[str]) -> list[Stage]:
     """In their order; `module:attr` is one of the user's own. Raises ConfigError for one that cannot be imported."""
     return [
-        STAGES[name] if name in STAGES else import_function(name, "algorithm.stages")
+        STAGES[name] if name in STAGES else own_stage(name)
         for name in names
         if name in STAGES or names_user_code(name)
     ]

@@ -26,6 +26,7 @@ from asyncrl.algorithms.advantages.estimators import (
 from asyncrl.algorithms.correction import Policies, correct, log_linear_proximal
 from asyncrl.algorithms.losses.kl import kl_estimate
 from asyncrl.algorithms.losses.kl_controller import KlController
+from asyncrl.algorithms.user_functions import call_user_function, token_values
 from asyncrl.config.advantages import (
     ComponentAdvantages,
     CustomAdvantages,
@@ -34,7 +35,6 @@ from asyncrl.config.advantages import (
     TokenBaselineAdvantages,
 )
 from asyncrl.config.algorithm import AlgorithmConfig, KlRewardConfig
-from asyncrl.errors import LearnerError
 from asyncrl.learner.experience import Experience, Microbatch
 from asyncrl.user_code import import_function, names_user_code
 
@@ -209,16 +209,28 @@ def advantage(experience: Experience, context: StageContext) -> None:
 
 def own_advantages(config: CustomAdvantages, experience: Experience) -> Tensor:
     """Of the user's own function, float32. Raises LearnerError for what is no advantage of each token."""
-    function = import_function(config.function, "algorithm.advantages.function")
-    found = function(experience, **config.options)
-    expected = experience.columns.rollout_logprobs
-    if not isinstance(found, Tensor) or found.shape != expected.shape:
-        kind = f"a tensor {[*found.shape]}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise LearnerError(
-            f"algorithm.advantages.function {config.function!r} gave {kind}; give one value a trained token, "
-            f"{[*expected.shape]}: experience.segments.spread makes it of one a trajectory"
-        )
-    return found.detach().to(expected)
+    key, like = "algorithm.advantages.function", experience.columns.rollout_logprobs
+    given = call_user_function(key, config.function, experience, **config.options)
+    should = f"give one value a trained token, {[*like.shape]}: experience.segments.spread makes it of one a trajectory"
+    return token_values(key, config.function, given, like, should=should).detach().to(like)
+
+
+def own_stage(spec: str) -> Stage:
+    """The user's own function as a stage: what it leaves as advantages the next ones can read, or it raises
+    LearnerError."""
+    key = "algorithm.stages"
+    import_function(spec, key)
+
+    def stage(experience: Experience, context: StageContext) -> None:
+        columns = experience.columns
+        had_advantages = columns.advantages is not None
+        call_user_function(key, spec, experience, context)
+        if had_advantages or columns.advantages is not None:
+            like = columns.rollout_logprobs
+            should = f"leave experience.columns.advantages with one value a trained token, {[*like.shape]}"
+            token_values(key, spec, columns.advantages, like, should=should)
+
+    return stage
 
 
 def whiten(experience: Experience, context: StageContext) -> None:

@@ -140,7 +140,8 @@ def test_the_file_of_filtered_groups_has_the_first_of_every_version_and_the_rest
 def test_a_run_whose_groups_are_all_filtered_ends_with_the_budget(tmp_path: Path):
     # Mutations caught: prompts drawn for ever; filtered groups counted as failed rewards.
     with pytest.raises(
-        RewardError, match=r"left out 6 groups in a row .*max_filtered_batches 3 x .*too easy or too"
+        RewardError,
+        match=r"left out 6 groups in a row .*max_filtered_batches 3 x .*too easy or too .*untrainable\.jsonl",
     ):
         trained(
             tmp_path,

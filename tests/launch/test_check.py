@@ -107,9 +107,9 @@ REFUSED = [
     ),
     (
         ["algorithm.loss.policy={type: custom, function: 'json:detect_encoding', options: {strange: 1}}"],
-        ["algorithm.loss.policy.function", "cannot be called with 1 arguments and the options ['strange']"],
+        ["algorithm.loss.policy.function", "cannot be called as it will be, with (tokens, strange=1)"],
     ),
-    (["algorithm.stages=[score, advantage, 'json:x', loss, update]"], ["algorithm.stages 'json:x'"]),
+    (["algorithm.stages=[score, advantage, correct, 'json:x', loss, update]"], ["algorithm.stages 'json:x'"]),
     (["algorithm.filter.metric=exact_mach"], ["algorithm.filter.metric: 'exact_mach'", "'exact_match'"]),
     (
         ["algorithm.loss.kl={}", "algorithm.reference.model=/no/model"],
@@ -214,6 +214,26 @@ def test_heads_that_tensor_ranks_cannot_share_are_refused(model: Path):
         ConfigError, match=r"^algorithm\.reference\.model: .* does not divide num_attention_heads 6 of"
     ):
         check(config_of(model, *four, "algorithm.loss.kl={}", f"algorithm.reference.model={reference}"))
+
+
+@pytest.mark.parametrize("targets", ["q_prj", "q_proj, q_prj", "all-linear, q_proj", "lm_head"])
+def test_an_adapter_on_a_layer_that_is_not_there_is_refused(
+    targets: str, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Mutations: leave it to peft, which fails when all is loaded, or trains q_proj alone without a word; take the
+    # head, whose merged rows nothing publishes.
+    layers = {f"model.layers.0.self_attn.{n}_proj.weight": np.zeros((8, 8), np.float32) for n in "qk"}
+    save_file(layers, model / "block.safetensors")
+    wrong = next(target for target in targets.split(", ") if target != "q_proj")
+    config = config_of(model, f"learner.lora.target_modules=[{targets}]")
+    for refuse in (check, lambda config: run_prepare(config, monkeypatch)):
+        with pytest.raises(ConfigError, match=rf"target_modules: '{wrong}' is no linear layer") as caught:
+            refuse(config)
+        assert str(caught.value).endswith(
+            "; there are k_proj, q_proj, or [all-linear] alone, for all of them"
+        )
+    for right in ("q_proj", "self_attn.k_proj", "q_proj, k_proj", "all-linear"):
+        check(config_of(model, f"learner.lora.target_modules=[{right}]"))
 
 
 def test_a_port_in_use_is_refused_before_the_run_directory_is_made(

@@ -151,11 +151,47 @@ def test_the_pages_tables_name_the_same_functions_one_by_one(folder: Path):
             "algorithm.advantages=mine.py:f",
             r"gave a NoneType; give one value a trained token",
         ),
+        (
+            "def f(tokens): return -tokens.learner_logprobs / (tokens.advantages > 0)",
+            "algorithm.loss.policy=mine.py:f",
+            r"policy\.function 'mine\.py:f' gave NaN or Inf for 23 of 40 tokens; give a finite value for each",
+        ),
+        (
+            "def f(experience): return experience.columns.rollout_logprobs * float('nan')",
+            "algorithm.advantages=mine.py:f",
+            r"advantages\.function 'mine\.py:f' gave NaN or Inf for 40 of 40 tokens",
+        ),
+        (
+            "\ndef f(tokens): return tokens.rewards",
+            "algorithm.loss.policy=mine.py:f",
+            r"policy\.function 'mine\.py:f' failed with AttributeError: .*'rewards' \(mine\.py, line 2\)",
+        ),
+        (
+            "def f(experience, context): experience.columns.advantages = experience.batch.rewards",
+            "algorithm.stages=[score, advantage, 'mine.py:f', correct, loss, update]",
+            r"stages 'mine\.py:f' gave a tensor \[15\]; leave experience\.columns\.advantages with one value",
+        ),
+        (
+            "def f(experience, context): raise KeyError('nothing')",
+            "algorithm.stages=['mine.py:f', score, advantage, correct, loss, update]",
+            r"stages 'mine\.py:f' failed with KeyError: 'nothing' \(mine\.py, line 1\)",
+        ),
     ],
-    ids=["a number", "no gradient", "one a trajectory", "nothing"],
+    ids=[
+        "a number",
+        "no gradient",
+        "one a trajectory",
+        "nothing",
+        "an infinite loss",
+        "a NaN advantage",
+        "a loss that raises",
+        "a stage's wrong column",
+        "a stage that raises",
+    ],
 )
 def test_what_is_no_value_of_each_token_is_refused(folder: Path, source: str, override: str, says: str):
-    # Mutation: take it as it is -> a broadcast loss, a step without a gradient, an AttributeError.
+    # Mutations: take it as it is -> a broadcast loss, a step without a gradient, an AttributeError, a gradient of NaN
+    # that is blamed on learner.lr; let what it raises through -> an error that names neither the key nor the function.
     (folder / "mine.py").write_text(source)
     path = write_model(folder / "model", "llama", tied=True)
     with (

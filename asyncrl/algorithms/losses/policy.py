@@ -29,6 +29,7 @@ from asyncrl.algorithms.losses.sapo import soft_gated_loss
 from asyncrl.algorithms.losses.sequence import gamma_weights, geometric_mean_surrogate, vespo_loss
 from asyncrl.algorithms.losses.token_loss import TokenLoss
 from asyncrl.algorithms.segments import Segments
+from asyncrl.algorithms.user_functions import call_user_function, token_values
 from asyncrl.config.losses import (
     CispoLoss,
     ClipCovLoss,
@@ -49,7 +50,6 @@ from asyncrl.config.losses import (
     VespoLoss,
 )
 from asyncrl.errors import LearnerError
-from asyncrl.user_code import import_function
 
 
 @dataclass(slots=True, frozen=True)
@@ -130,18 +130,16 @@ def policy_loss(config: PolicyLoss, tokens: LossTokens) -> TokenLoss:
 
 def custom_loss(config: CustomLoss, tokens: LossTokens) -> TokenLoss:
     """Of the user's own function. Raises LearnerError for what is no loss of each token."""
-    function = import_function(config.function, "algorithm.loss.policy.function")
-    loss = function(tokens, **config.options)
-    expected = [*tokens.learner_logprobs.shape]
-    if isinstance(loss, Tensor) and [*loss.shape] == expected and loss.requires_grad:
-        return TokenLoss(loss, {})
-    found = f"a tensor {[*loss.shape]}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    if isinstance(loss, Tensor) and not loss.requires_grad:
-        found += " without a gradient"
-    raise LearnerError(
-        f"algorithm.loss.policy.function {config.function!r} gave {found}; give one value a token, {expected}, "
-        "computed from tokens.learner_logprobs, which carry the gradient"
+    key, spec = "algorithm.loss.policy.function", config.function
+    should = (
+        f"give one value a token, {[*tokens.learner_logprobs.shape]}, computed from tokens.learner_logprobs, which "
+        "carry the gradient"
     )
+    given = call_user_function(key, spec, tokens, **config.options)
+    loss = token_values(key, spec, given, tokens.learner_logprobs, should=should)
+    if not loss.requires_grad:
+        raise LearnerError(f"{key} {spec!r} gave a tensor {[*loss.shape]} without a gradient; {should}")
+    return TokenLoss(loss, {})
 
 
 def _ratio_loss(config: RatioOptions, tokens: LossTokens) -> TokenLoss:
