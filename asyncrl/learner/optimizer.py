@@ -6,6 +6,8 @@ the others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +18,9 @@ from asyncrl.config import LearnerConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.finite import first_non_finite, group_device, shard_norms
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""As torch's AdamW names what it keeps of every parameter besides its number of steps."""
+
 
 class ShardedOptimizer:
     """Steps sharded parameters, given by name. Moments are float32, like the master weights."""
@@ -23,7 +28,7 @@ class ShardedOptimizer:
     def __init__(
         self, parameters: dict[str, Parameter], config: LearnerConfig, group: dist.ProcessGroup
     ) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._config = config
         self._group = group
         self._optimizer: torch.optim.Optimizer
@@ -58,9 +63,36 @@ class ShardedOptimizer:
         """Forgets them: no step is taken."""
         self._optimizer.zero_grad(set_to_none=True)
 
+    @property
+    def num_steps(self) -> dict[str, int]:
+        """Of each parameter that has moments; none before its first step, and none of plain SGD."""
+        state = self._optimizer.state
+        return {
+            name: int(state[p]["step"]) for name, p in self.parameters.items() if "step" in state.get(p, {})
+        }
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's own tensors, by `exp_avg/NAME`: sharded like the parameters."""
+        state = self._optimizer.state
+        return {
+            f"{moment}/{name}": state[self.parameters[name]][moment]
+            for moment in MOMENTS
+            for name in self.num_steps
+        }
+
+    def resume_at(self, num_steps: Mapping[str, int]) -> None:
+        """Makes the state of parameters that have taken so many steps; their `moments` are 0, to be filled."""
+        for name, number in num_steps.items():
+            parameter = self.parameters[name]
+            state = {
+                moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS
+            }
+            step = torch.tensor(float(number), device=_local(parameter).device)
+            self._optimizer.state[parameter] = {"step": step, **state}
+
     def _clip(self, version: int, number: int, scale: float) -> float:
         """Scales the gradients, then to a global norm of at most max_grad_norm; returns the norm in between."""
-        gradients = {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        gradients = {name: _local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         norms = shard_norms(list(gradients.values()))
         sum_of_squares = norms.square().sum().to(group_device(self._group))
         dist.all_reduce(sum_of_squares, group=self._group)

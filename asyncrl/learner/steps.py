@@ -39,6 +39,11 @@ class PolicySteps:
             models.shard_group,
         )
 
+    @property
+    def optimizer(self) -> ShardedOptimizer:
+        """Of every parameter of the policy that trains."""
+        return self._optimizer
+
     def take(self, experience: Experience, plan: Plan, totals: Totals) -> dict[str, float]:
         """Raises LearnerError on every rank when a step's gradient is not finite; the steps before it were taken."""
         norms: list[float] = []

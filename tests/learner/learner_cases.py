@@ -27,11 +27,13 @@ from asyncrl.types import Plan, Shard, Status, Trajectory, TrajectoryGroup
 VOCABULARY = 67  # odd: two ranks hold unequal rows of the embedding
 
 
-def write_model(folder: Path, kind: str, tied: bool, dtype: torch.dtype = torch.float32) -> Path:
+def write_model(
+    folder: Path, kind: str, tied: bool, dtype: torch.dtype = torch.float32, hidden_size: int = 32
+) -> Path:
     """A model of two layers, four heads and two key heads, with weights large enough to matter."""
     shape = {
         "vocab_size": VOCABULARY,
-        "hidden_size": 32,
+        "hidden_size": hidden_size,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
