@@ -169,6 +169,11 @@ class LearnerSide:
         if groups and self._config.run.trajectories_per_version != 0:
             self._directory.append_untrainable(groups, [self._prompt_text(group.ordinal) for group in groups])
 
+    @property
+    def untrained(self) -> list[int]:
+        """Ordinals in batches whose report has not come."""
+        return [group.ordinal for _, groups in self._formed.values() for group in groups]
+
     async def send_heartbeats(self) -> None:
         """A rank that waits for a batch knows by them that the coordinator works."""
         for peer in list(self.ranks.values()):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.algorithms.losses.kl_controller import AdaptiveKlController, build_kl_controller
-from asyncrl.config import Config
+from asyncrl.config import Config, learner_kind
 from asyncrl.dtypes import publish_dtype
 from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint import LearnerState, Part, read_shards, read_state, write_shard
@@ -165,7 +165,7 @@ class PolicyLearner:
         parts, controller = self._parts(), self._context.kl_controller
         state = LearnerState(
             version,
-            self._kind(),
+            learner_kind(self._config),
             {name: part.optimizer.num_steps for name, part in parts.items() if part.optimizer is not None},
             controller.coefficient if isinstance(controller, AdaptiveKlController) else None,
         )
@@ -176,7 +176,7 @@ class PolicyLearner:
 
         Raises LearnerError, naming both, for a checkpoint of another model or recipe, and for a damaged one.
         """
-        state = read_state(folder, self._kind())
+        state = read_state(folder, learner_kind(self._config))
         read_shards(folder, state, self._parts())
         if isinstance(self._context.kl_controller, AdaptiveKlController) and state.kl_coefficient is not None:
             self._context.kl_controller.coefficient = state.kl_coefficient
@@ -191,16 +191,6 @@ class PolicyLearner:
         if self._refreshes and models.reference is not None:
             parts["reference"] = Part(dict(models.reference.model.transformer.named_parameters()), None)
         return parts
-
-    def _kind(self) -> dict[str, str]:
-        critic, lora = self._config.algorithm.critic, self._config.learner.lora
-        targets = "" if lora is None else ", ".join(lora.target_modules)
-        return {
-            "algorithm.critic": "null" if critic is None else "shared" if critic.shared else "its own body",
-            "algorithm.reference": "refreshed" if self._refreshes else "fixed",
-            "learner.optimizer": self._config.learner.optimizer,
-            "learner.lora": "null" if lora is None else f"rank {lora.rank}, alpha {lora.alpha}, {targets}",
-        }
 
     @property
     def _refreshes(self) -> bool:

@@ -169,7 +169,7 @@ def refusal(model_path: Path, config: Config, folder: Path, store: Path) -> str:
         ({}, ["learner.lora", "rank 3", "null"]),
         (
             RECIPES["lora"] | {"algorithm": RECIPES["ppo"]["algorithm"]},
-            ["algorithm.critic", "null", "its own body"],
+            ["algorithm.critic", "null", "a body of its own"],
         ),
         (
             {"learner": RECIPES["lora"]["learner"] | {"optimizer": "sgd"}},
