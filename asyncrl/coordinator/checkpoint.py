@@ -93,7 +93,7 @@ class CheckpointWriter:
         state, partial = self.state(version, untrained), partial_folder(self._directory.path, version)
         # Other tasks run meanwhile: flushing to a disk may take long.
         await asyncio.to_thread(self._write, partial, msgspec.json.encode(state))
-        span = Span("checkpoint", start_s, time.monotonic(), {"version": version})
+        span = Span("commit_checkpoint", start_s, time.monotonic(), {"version": version})
         self._directory.append_spans("coordinator", [span])
 
     def state(self, version: int, untrained: Collection[int]) -> CoordinatorState:

@@ -165,6 +165,7 @@ class Launch:
                 note=coordinator.status.note,
                 counts=coordinator.status.counts,
                 say=self._say,
+                first_version=0 if self._resumption is None else self._resumption.checkpoint.version,
             ) as trackers:
                 self._directory.observers.append(trackers)
                 await self._run_children(coordinator, mailbox.address)

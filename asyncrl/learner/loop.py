@@ -128,9 +128,10 @@ class LearnerLoop:
                 "timing_s/update_weights": published_s - updated_s,
                 "perf/max_memory_allocated_gb": max_memory_gb(),
             }
+            spans = [Span("wait", start_s, received_s, version), Span("step", received_s, updated_s, version)]
             if is_saved:
                 timing["timing_s/checkpoint"] = saved_s - published_s
-            spans = [Span("wait", start_s, received_s, version), Span("step", received_s, updated_s, version)]
+                spans.append(Span("checkpoint", published_s, saved_s, {"version": index + 1}))
             self._connection.send(StepReport(index, metrics | timing, spans))
 
     def _save(self, version: int) -> None:
