@@ -147,7 +147,7 @@ def test_check_counts_the_memory_of_every_model_that_a_rank_holds(model: Path):
 
 
 def test_check_counts_the_bytes_of_a_checkpoint(model: Path):
-    # Mutations: gradients counted; no critic; the frozen weights beneath adapters; one checkpoint fewer than at the peak.
+    # Mutations: gradients counted; no critic; the frozen weights beneath adapters; one fewer than at the peak.
     block = {"model.layers.0.self_attn.q_proj.weight": np.zeros((250, 400), np.float32)}
     save_file(block, model / "block.safetensors")
 
@@ -155,9 +155,8 @@ def test_check_counts_the_bytes_of_a_checkpoint(model: Path):
         return dict(check(config_of(model, "checkpoint.every=5", *overrides)))["checkpoints"]
 
     assert said().startswith("every 5 versions 1.2 MB; with checkpoint.keep 3 at most 4.8 MB in ")
-    assert said("algorithm=ppo", "checkpoint.keep=1").startswith(
-        "every 5 versions 2.4 MB; with checkpoint.keep 1 at most 4.8"
-    )
+    of_two = said("algorithm=ppo", "checkpoint.keep=1")
+    assert of_two.startswith("every 5 versions 2.4 MB; with checkpoint.keep 1 at most 4.8 MB in ")
     assert said("learner.lora={rank: 16}").startswith("every 5 versions 0.1 MB")
     assert dict(check(config_of(model)))["checkpoints"].startswith("none")
 
