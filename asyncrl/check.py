@@ -219,6 +219,30 @@ def _model(examined: Examined, model_path: Path | None) -> Rows:
     if algorithm.critic is not None and not algorithm.critic.shared:
         what = "weights, gradients and moments"
         yield from _besides("critic", algorithm.critic.model, examined, model_path, bytes_a_parameter, what)
+    yield from _checkpoints(config, model_path)
+
+
+def _checkpoints(config: Config, model_path: Path) -> Rows:
+    """Weights and moments, float32, without gradients."""
+    checkpoint, algorithm, lora = config.checkpoint, config.algorithm, config.learner.lora
+    if not checkpoint.every:
+        yield "checkpoints", "none (checkpoint.every 0): a run that is interrupted starts anew"
+        return
+    of_policy = _num_parameters(model_path)
+    num_trained = of_policy if lora is None else _num_adapter_parameters(model_path, lora)
+    num_bytes = (BYTES_A_PARAMETER[config.learner.optimizer] - BYTES_A_WEIGHT) * num_trained
+    if (critic := algorithm.critic) is not None and not critic.shared:
+        is_here = critic.model is not None and model_is_ready(critic.model)
+        of_critic = _num_parameters(resolve_model(critic.model)) if is_here and critic.model else of_policy
+        num_bytes += (BYTES_A_PARAMETER[config.learner.optimizer] - BYTES_A_WEIGHT) * of_critic
+    if algorithm.reference.refresh_every:
+        num_bytes += BYTES_A_WEIGHT * of_policy
+    most = (checkpoint.keep + 1) * num_bytes
+    yield (
+        "checkpoints",
+        f"every {checkpoint.every} versions {num_bytes / 1e6:.1f} MB; with checkpoint.keep {checkpoint.keep} at most "
+        f"{most / 1e6:.1f} MB in {config.run.dir}",
+    )
 
 
 def _besides(

@@ -31,6 +31,12 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 ConfigPath = Annotated[  # not a Path: an override may stand there, and a Path turns a=x//y into a=x/y
     str | None, typer.Argument(metavar="CONFIG", help="YAML file; left out: all defaults.")
 ]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Go on from the newest checkpoint of the run directory that run.name names."
+    ),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Dotted overrides.")]
 
 
@@ -43,26 +49,26 @@ def split_arguments(config: str | None, overrides: list[str] | None) -> tuple[Pa
 
 
 @app.command()
-def train(config: ConfigPath = None, overrides: Overrides = None) -> None:
+def train(config: ConfigPath = None, overrides: Overrides = None, resume: Resume = False) -> None:
     """Start everything on this node: coordinator, learner ranks, rollout servers."""
     from asyncrl.launch.run import run_until_done
 
-    path = run_until_done(load_config(*split_arguments(config, overrides)))
+    path = run_until_done(load_config(*split_arguments(config, overrides)), resume=resume)
     print(f"done: {path}")
 
 
 @app.command()
-def learner(config: ConfigPath = None, overrides: Overrides = None) -> None:
+def learner(config: ConfigPath = None, overrides: Overrides = None, resume: Resume = False) -> None:
     """Start coordinator and learner ranks; rollout servers connect by themselves."""
     resolved = load_config(*split_arguments(config, overrides))
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun: this process is one rank of several
         from asyncrl.launch.torchrun import run_as_torchrun_rank
 
-        run_as_torchrun_rank(resolved)
+        run_as_torchrun_rank(resolved, resume=resume)
         return
     from asyncrl.launch.run import run_until_done
 
-    print(f"done: {run_until_done(resolved, start=('learner',))}")
+    print(f"done: {run_until_done(resolved, start=('learner',), resume=resume)}")
 
 
 @app.command("rollout-server")

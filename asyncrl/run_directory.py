@@ -10,6 +10,8 @@ runs/<name>/config.yaml                    the resolved config
                                                 the first of each version
            /logs/<role>-<rank>.log         what each process printed
            /model/                         the last version, Hugging Face format, with its model card
+           /checkpoints/version_000012/    complete only with its COMMIT file (checkpoint_folder.py)
+           /aside/after_version_000012/    what a run that was resumed at version 12 had written of later ones
            /events.out.tfevents.*          for TensorBoard, where run.trackers names it
 
 Text is UTF-8, whatever the locale.
@@ -17,7 +19,9 @@ Text is UTF-8, whatever the locale.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,10 +33,28 @@ from asyncrl.config import Config, dump_config
 from asyncrl.errors import ConfigError
 from asyncrl.types import Span, TrajectoryGroup
 
+GROWING = ("metrics.jsonl", "events.jsonl", "trajectories/untrainable.jsonl")
+"""Files that lines are added to in the order of versions."""
+EVALUATIONS = "evaluations.jsonl"
+"""Not in the order of versions: an evaluation may end when later versions are trained."""
+
 
 def default_run_name() -> str:
     """From the time, and four hex digits: two runs may start in the same second."""
     return f"{time.strftime('run-%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def run_path(config: Config) -> Path:
+    """The run directory that a configuration with a run.name names."""
+    assert config.run.name is not None
+    return (Path(config.run.dir) / config.run.name).resolve()
+
+
+def exists_already(path: Path) -> ConfigError:
+    """Nothing is overwritten."""
+    return ConfigError(
+        f"run.name: {path} exists already; choose another run.name, or go on with it: --resume"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +87,51 @@ class RunDirectory:
         self.model = path / "model"
         self.observers: list[RunObserver] = []
         self._open_files: dict[str, TextIO] = {}
+        self._held: int | None = None
+        """The lock on the folder."""
 
     @classmethod
     def create(cls, config: Config) -> RunDirectory:
         """Raises ConfigError when the directory exists: nothing is overwritten."""
-        assert config.run.name is not None
-        path = (Path(config.run.dir) / config.run.name).resolve()
+        path = run_path(config)
         try:
             path.mkdir(parents=True)
         except FileExistsError as error:
-            raise ConfigError(f"run.name: {path} exists already; choose another run.name") from error
+            raise exists_already(path) from error
         except OSError as error:
             raise ConfigError(f"run.dir: {path} cannot be made ({error.strerror})") from error
         directory = cls(path)
+        directory._lock()
         directory.logs.mkdir()
         (path / "trajectories").mkdir()
-        directory.config_file.write_text(dump_config(config), encoding="utf-8")
-        now_s = time.monotonic()
-        directory.append_spans("coordinator", [Span("created", now_s, now_s, {"unix_s": time.time()})])
+        directory._begin(config, "created")
         return directory
+
+    @classmethod
+    def reopen(cls, config: Config) -> RunDirectory:
+        """That of a run which will go on. Raises ConfigError while another process writes to it."""
+        directory = cls(run_path(config))
+        directory._lock()
+        return directory
+
+    def go_on(self, config: Config, version: int) -> None:
+        """Once launch/resume.py has taken a reopened one back to `version`."""
+        self.logs.mkdir(exist_ok=True)
+        self._begin(config, "resumed", version=version)
+
+    def _lock(self) -> None:
+        """Until `close`, or the end of this process, however it ends."""
+        self._held = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"run.name: a process still writes to {self.path}; end it first") from error
+
+    def _begin(self, config: Config, event: str, **fields: int) -> None:
+        self.config_file.write_text(dump_config(config), encoding="utf-8")
+        now_s = time.monotonic()
+        self.append_spans("coordinator", [Span(event, now_s, now_s, {"unix_s": time.time(), **fields})])
 
     def log_file(self, role: str, rank: int) -> Path:
         return self.logs / f"{role}-{rank}.log"
@@ -131,7 +179,7 @@ class RunDirectory:
 
     def append_evaluation(self, version: int, metrics: dict[str, float], about: Mapping[str, object]) -> None:
         """What the evaluation of `version` gave; `about`: whatever else is known of it."""
-        self._append("evaluations.jsonl", {"version": version, **about, "metrics": metrics})
+        self._append(EVALUATIONS, {"version": version, **about, "metrics": metrics})
         if metrics:
             for observer in self.observers:
                 observer.metrics_written({"training/policy_version": float(version), **metrics})
@@ -145,10 +193,19 @@ class RunDirectory:
         target = folder / f"version_{version:06d}.jsonl"
         target.write_text(_json_lines(_trajectory_records(groups, prompts)), encoding="utf-8")
 
+    def flush(self) -> dict[str, int]:
+        """Returns once the files that grow are on disk: their sizes in bytes, by name."""
+        for name in self._open_files.keys() & GROWING:
+            os.fsync(self._open_files[name].fileno())
+        return {name: (self.path / name).stat().st_size for name in GROWING if (self.path / name).exists()}
+
     def close(self) -> None:
         for file in self._open_files.values():
             file.close()
         self._open_files.clear()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def _append(self, name: str, record: Mapping[str, object]) -> None:
         if name not in self._open_files:

@@ -110,8 +110,9 @@ class Trainer:
         with self._words.spoken():
             self.config: Config = validate_config(tree)
 
-    def train(self) -> TrainResult:
-        """Runs to the end, from the initial model: each call is a run of its own.
+    def train(self, *, resume: bool = False) -> TrainResult:
+        """Runs to the end, from the initial model: each call is a run of its own. With `resume` the run that run.name
+        names goes on from its newest checkpoint instead.
 
         Raises what `asyncrl check` refuses before anything starts, then the first cause of failure; Ctrl-C raises
         KeyboardInterrupt. Nothing that was started is left then.
@@ -120,7 +121,7 @@ class Trainer:
 
         _check_caller()
         with self._words.spoken():
-            path = run_until_done(self.config)
+            path = run_until_done(self.config, resume=resume)
         lines = (path / "metrics.jsonl").read_text().splitlines()
         return TrainResult(path, [json.loads(line) for line in lines])
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from scripted_run import DEADLINE_S, Run
 
+from asyncrl.checkpoint_folder import begin, is_due, partial_folder
 from asyncrl.config import shared_digest
 from asyncrl.errors import PeerLost
 from asyncrl.stream.codec import Received, group_fields
@@ -196,7 +197,8 @@ async def learn(
     fail_at: int | None = None,
     before_bye: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
-    """A scripted learner rank 0. Like the real one it publishes the last version only to be evaluated.
+    """A scripted learner rank 0. Like the real one it publishes the last version only to be evaluated, and begins the
+    checkpoints that are due, with nothing in them.
 
     `batches` gets what it receives; `fail_at`: the batch at which it fails.
     """
@@ -224,9 +226,10 @@ async def learn(
             await rank.send(VersionPublished(version, "/nowhere", b"{}"))
 
         await say_hello(rank, RankHello(shared_digest(run.config), 0, 1))
-        await publish(0)
+        first_version = run.coordinator.status.first_version
+        await publish(first_version)
         max_versions = run.config.learner.max_versions
-        for index in range(max_versions):
+        for index in range(first_version, max_versions):
             if before_train is not None:
                 await before_train(index)
             batch = await wait_for(Batch)
@@ -237,6 +240,8 @@ async def learn(
                 return
             if index + 1 < max_versions or run.config.eval.every:
                 await publish(index + 1)
+            if is_due(index + 1, run.config.checkpoint.every):
+                begin(partial_folder(run.path, index + 1))
             timing = {"timing_s/wait": 0.0, "timing_s/update_actor": 0.0, "timing_s/update_weights": 0.0}
             await rank.send(StepReport(index, timing))
             await run.note("reported", index)

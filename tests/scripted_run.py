@@ -16,6 +16,7 @@ from memory_dataset import dataset_of
 from asyncrl.config import Config, load_config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
+from asyncrl.launch.resume import evaluated_versions, find_resumption, rewind
 from asyncrl.run_directory import RunDirectory
 from asyncrl.stream.codec import Limits
 from asyncrl.stream.connections import Connection
@@ -105,9 +106,15 @@ class Run:
 
 
 @asynccontextmanager
-async def running(config: Config) -> AsyncIterator[Run]:
+async def running(config: Config, *, resume: bool = False) -> AsyncIterator[Run]:
     """A coordinator with NUM_ROWS rows, the first NUM_EVAL_ROWS of which are also those of data.eval."""
-    directory = RunDirectory.create(config)
+    resumption = find_resumption(config) if resume else None
+    if resumption is None:
+        directory = RunDirectory.create(config)
+    else:
+        directory = RunDirectory.reopen(config)
+        rewind(directory.path, resumption)
+        directory.go_on(config, resumption.checkpoint.version)
     rows = [{"prompt": f"<{i}>", "answer": str(i), "data_source": "test"} for i in range(NUM_ROWS)]
     prompts = [np.array([i], np.int32) for i in range(NUM_ROWS)]
     async with listener() as ours:
@@ -121,6 +128,8 @@ async def running(config: Config) -> AsyncIterator[Run]:
             eval_dataset=dataset_of(rows[:NUM_EVAL_ROWS], prompts[:NUM_EVAL_ROWS])
             if config.data.eval
             else None,
+            resumed=None if resumption is None else resumption.state,
+            evaluated=evaluated_versions(directory.path),
         )
         task = asyncio.ensure_future(coordinator.run())
         try:

@@ -219,4 +219,4 @@ def test_the_page_of_keys_has_every_key_and_says_what_is_not_built(asyncrl: Asyn
     assert set(all_keys(Config)) - shown <= tables
     assert shown <= set(all_keys(Config))
     assert "| `over_age` | `mask` or `keep` (not built: `wait`, `drop`) | `mask` |" in out
-    assert "| `every` | integer >= 0 (only the default is built) | `0` | Versions between checkpoints" in out
+    assert "| `insecure` | true or false (only the default is built) | `false` | Allow a bind" in out

@@ -139,7 +139,7 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ("algorithm.adv_estimator=gae", ["adv_estimator: unknown key; here it is algorithm, a recipe"]),
         (
             "trainer.save_freq=5",
-            ["trainer.save_freq: unknown key; leave it out: there are no checkpoints yet"],
+            ["trainer.save_freq: unknown key; here it is checkpoint.every"],
         ),
         ("lerner.lr=1", ["lerner: unknown key", "did you mean learner?"]),
         ("learner.group_size=4", ["learner.group_size", "did you mean rollout.group_size?"]),
@@ -230,8 +230,8 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ("weight_sync.transport=nccl", ["weight_sync.transport", "nccl", "'shm'"]),
         ("weight_sync.kv_on_update=reset", ["weight_sync.kv_on_update", "reset", "'keep'"]),
         ("learner.minibatches=17", ["learner.minibatches 17", "learner.prompts_per_batch 16"]),
-        ("checkpoint.every=5", ["checkpoint.every", "5", "not built yet"]),
-        ("checkpoint.keep=1", ["checkpoint.keep", "1", "not built yet", "use 3"]),
+        ("checkpoint.every=-1", ["checkpoint.every", "-1", "greater than or equal to 0"]),
+        ("checkpoint.keep=0", ["checkpoint.keep", "0", "greater than or equal to 1"]),
         ("stream.keys_dir=keys", ["stream.keys_dir", "keys", "not built yet"]),
         ("timeouts.ready_s=5", ["timeouts.ready_s", "5", "not built yet", "use 60.0"]),
         ("run.trackers=[wandbb]", ["run.trackers", "wandbb", "tensorboard"]),
@@ -585,8 +585,6 @@ REFUSED_WHEN_CHANGED = {
     "stream.insecure": "true",
     "stream.keys_dir": "keys",
     "timeouts.ready_s": "5",
-    "checkpoint.every": "1",
-    "checkpoint.keep": "1",
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "asyncrl"
 
 LAYERS = [
-    {"types", "config", "errors", "dtypes", "cache", "hub", "user_code"},
+    {"types", "config", "errors", "dtypes", "cache", "hub", "user_code", "checkpoint_folder"},
     {"algorithms", "envs", "models", "stream", "run_directory", "trackers", "model_card"},
     {"coordinator", "rollout_server", "learner", "weight_sync"},
     {"launch"},

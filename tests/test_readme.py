@@ -22,7 +22,7 @@ STUB = """
 import pathlib
 import asyncrl.launch.run
 
-def run_until_done(config):
+def run_until_done(config, *, resume):
     from asyncrl.envs.reward_checks import resolve_rewards
 
     resolve_rewards(config)

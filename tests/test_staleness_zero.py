@@ -37,7 +37,7 @@ from asyncrl.learner.publish import SnapshotPublisher
 from asyncrl.learner.update import PolicyLearner
 from asyncrl.rollout_server.group_runner import run_group
 from asyncrl.rollout_server.server import RolloutServer, sampling_spec
-from asyncrl.run_directory import RunDirectory
+from asyncrl.run_directory import RunDirectory, run_path
 from asyncrl.stream.codec import Limits
 from asyncrl.stream.connections import BlockingConnection, Connection
 from asyncrl.stream.envelope import Envelope
@@ -187,7 +187,7 @@ def run_asynchronously(served: ServedModel, config: Config, learner: RecordingLe
             learner, config, torch.device("cpu"), run=RUN, incarnation=envelope.incarnation
         )
         try:
-            loop = LearnerLoop(config, learner, connection, publisher)
+            loop = LearnerLoop(config, learner, connection, publisher, run_path(config))
             loop.run()
             loop.say_goodbye()
         finally:

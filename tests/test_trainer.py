@@ -205,7 +205,7 @@ def test_what_a_run_refuses_is_said_in_the_scripts_words(
     arguments: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ):
     # Mutation: let the error through as it is -> files of the cache, `data.eval=null`, `set eval.every`.
-    monkeypatch.setattr(run_module, "run_until_done", check_config)
+    monkeypatch.setattr(run_module, "run_until_done", lambda config, **_: check_config(config))
     with pytest.raises((ConfigError, DataError)) as refused:
         Trainer(**arguments).train()
     assert str(refused.value) == says
@@ -221,7 +221,7 @@ def test_what_the_configuration_refuses_is_said_in_the_scripts_words():
 
 def test_a_model_object_is_called_by_its_argument_when_it_is_refused(monkeypatch: pytest.MonkeyPatch):
     # Mutation: the folder in the cache, which the script never named.
-    def check_length(config: Config) -> None:
+    def check_length(config: Config, *, resume: bool) -> None:
         model_facts.check_length(Path(config.model), 10_000)
 
     monkeypatch.setattr(run_module, "run_until_done", check_length)
@@ -388,7 +388,7 @@ def finished_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Runs end at once, in folders of their own; filled with the configurations they were given."""
     given: list[Any] = []
 
-    def run(config: Any) -> Path:
+    def run(config: Any, *, resume: bool) -> Path:
         given.append(config)
         path = folder / f"run{len(given)}"
         path.mkdir()

@@ -7,11 +7,12 @@ ConfigError that lists every mistake.
 tree.py       the whole of it, and the combinations of keys that it refuses
 algorithm.py  rollout.py  learner.py  system.py    the tables
 file.py       YAML and overrides -> Config        mistakes.py  renames.py    what is said of each mistake
-reference.py  every key as a page
+reference.py  every key as a page             identity.py  what a resumed run must have as before
 """
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.file import dump_config, load_config, shared_digest, validate_config
+from asyncrl.config.identity import changed_keys, learner_kind, run_identity
 from asyncrl.config.learner import CheckpointConfig, LearnerConfig
 from asyncrl.config.reward import RewardConfig
 from asyncrl.config.rollout import DataConfig, EvalConfig, RolloutConfig, SourceConfig
@@ -35,8 +36,11 @@ __all__ = [
     "TimeoutsConfig",
     "WeightSyncConfig",
     "all_keys",
+    "changed_keys",
     "dump_config",
+    "learner_kind",
     "load_config",
+    "run_identity",
     "shared_digest",
     "validate_config",
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from asyncrl.config.table import Positive, Table, not_built
+from asyncrl.config.table import Positive, Table
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -100,16 +100,6 @@ class CheckpointConfig(Table):
     """Checkpoints."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Versions between checkpoints; 0 is never."""
+    """Versions between checkpoints, from which `--resume` goes on; 0 is never."""
     keep: Positive = 3
     """The newest so many checkpoints stay; older ones are removed."""
-
-    @field_validator("every")
-    @classmethod
-    def _every_built(cls, value: int) -> int:
-        return not_built(value, (0,))
-
-    @field_validator("keep")
-    @classmethod
-    def _keep_built(cls, value: int) -> int:
-        return not_built(value, (3,))

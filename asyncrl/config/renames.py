@@ -89,6 +89,8 @@ RENAMES: dict[str, str] = {
     "custom_reward_function.path": "reward",
     "total_training_steps": "learner.max_versions",
     "test_freq": "eval.every",
+    "save_freq": "checkpoint.every",
+    "max_actor_ckpt_to_keep": "checkpoint.keep",
     "logger": "run.trackers",
     "project_name": "run.project",
     "experiment_name": "run.name",
@@ -106,6 +108,8 @@ RENAMES: dict[str, str] = {
     "num_mini_batches": "learner.minibatches",
     "max_steps": "learner.max_versions, each of minibatches x epochs steps",
     "learning_rate": "learner.lr",
+    "save_steps": "checkpoint.every, in versions",
+    "save_total_limit": "checkpoint.keep",
     "warmup_steps": "learner.warmup_versions",
     "warmup_ratio": "learner.warmup_versions, in versions",
     "optim": "learner.optimizer, adamw or sgd",
@@ -246,9 +250,8 @@ _GROUPS = {
     "the learning rate stays what it is after learner.warmup_versions": (
         "lr_scheduler_type lr_scheduler warmup_style min_lr_ratio"
     ),
-    "there are no checkpoints yet: the last version is written when the run ends": (
-        "save_freq save_steps save_strategy save_total_limit resume_mode resume_from_path resume_from_checkpoint "
-        "max_actor_ckpt_to_keep ckpt_path load_checkpoint max_ckpt_num"
+    "checkpoint.every writes checkpoints, and asyncrl train --resume goes on from the newest in the run directory": (
+        "save_strategy resume_mode resume_from_path resume_from_checkpoint ckpt_path load_checkpoint max_ckpt_num"
     ),
     "every epoch is shuffled anew, by seed": "shuffle shuffle_dataset",
     "prompts longer than data.max_prompt_tokens are always dropped, counted and shown": (

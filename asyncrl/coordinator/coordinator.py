@@ -10,7 +10,7 @@ the batches that can form and leases what may be leased: both are safe to ask fo
     VersionCommitted (servers)         the version the server may lease for      Lease, EvalLease
     EvalFinished     (servers)         the evaluation's numbers when it is done  a line of evaluations.jsonl
     Heartbeat, Hello, Bye, silence     takes in, keeps or gives up a server      ServerWelcome, Stop
-    StepReport       (rank 0)          one line of metrics.jsonl                 Stop after the last version
+    StepReport       (rank 0)          one line of metrics.jsonl, a checkpoint   Stop after the last version
 
 It waits on its one socket and on a clock for deadlines, and ends when `learner.max_versions` are trained, or
 with the first cause of failure.
@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 
 from asyncrl.config import Config
+from asyncrl.coordinator.checkpoint import CheckpointWriter, CoordinatorState
 from asyncrl.coordinator.eval_side import EvalSide
 from asyncrl.coordinator.evaluation import Evaluations
 from asyncrl.coordinator.learner_side import LearnerSide
@@ -62,13 +64,17 @@ class Coordinator:
         *,
         eval_dataset: Dataset | None = None,
         hidden_size: int = 1024,
+        resumed: CoordinatorState | None = None,
+        evaluated: Collection[int] = (),
     ) -> None:
         """`eval_dataset`: of data.eval; None where nothing is evaluated. `hidden_size`: of the model, by which the
-        ranks' work is estimated."""
+        ranks' work is estimated. `resumed`: the checkpoint that the learner goes on from; `evaluated`: the versions
+        that need no evaluation any more."""
         eval_dataset = Dataset(()) if eval_dataset is None else eval_dataset
         order = DataOrder(config.seed, dataset.sizes, dataset.weights)
         pacing = Pacing(config.learner.prompts_per_batch, config.max_staleness, config.learner.max_versions)
-        self.status = RunStatus(config.learner.max_versions)
+        first_version = 0 if resumed is None else resumed.version
+        self.status = RunStatus(config.learner.max_versions, first_version)
         self.ending = asyncio.Event()
         """Set when the last version is trained, and evaluated: from then on peers may leave."""
         self._timeouts = config.timeouts
@@ -80,6 +86,7 @@ class Coordinator:
             config.eval,
             num_prompts=num_eval_prompts(len(eval_dataset), config),
             max_versions=config.learner.max_versions,
+            done=evaluated,
         )
         self._server_side = ServerSide(
             config, dataset, order, mailbox, self._ledger, self._evaluations, self.status, directory
@@ -90,6 +97,11 @@ class Coordinator:
         self._learner_side = LearnerSide(
             config, dataset, order, mailbox, self._ledger, self.status, directory, hidden_size=hidden_size
         )
+        self._checkpoints = CheckpointWriter(
+            config.checkpoint, dataset.sizes, self._ledger, self.status, directory
+        )
+        if resumed is not None:
+            resumed.restore(self._ledger, self.status)
         self._is_trained = False
         """Whether the last version is."""
         self._departed = asyncio.Event()
@@ -187,7 +199,9 @@ class Coordinator:
                 self._evaluations.published(published.version, time.monotonic())
                 await self._server_side.offer(self._learner_side.published(published))
             case StepReport() as report if peer == ranks.get(0):
-                self._is_trained = self._learner_side.reported(report, self._server_metrics())
+                is_last = self._learner_side.reported(report, self._server_metrics())
+                await self._checkpoints.reported(report.index + 1, self._learner_side.untrained)
+                self._is_trained = is_last
                 self._end_if_done()
             case body:
                 await self._mailbox.tell(peer, Stop("the coordinator does not know this process (any more)"))

@@ -90,15 +90,19 @@ class Evaluation:
 class Evaluations:
     """The evaluations that have begun and not ended, by version."""
 
-    def __init__(self, config: EvalConfig, *, num_prompts: int, max_versions: int) -> None:
+    def __init__(
+        self, config: EvalConfig, *, num_prompts: int, max_versions: int, done: Collection[int] = ()
+    ) -> None:
+        """`done`: versions that a run before this one has evaluated."""
         self._every = config.every
         self._num_prompts = num_prompts
         self._max_versions = max_versions
+        self._done = frozenset(done)
         self.live: dict[int, Evaluation] = {}
 
     def is_due(self, version: int) -> bool:
         """Whether `version` is evaluated: before training, every so often, and at the end."""
-        if not self._every:
+        if not self._every or version in self._done:
             return False
         return version % self._every == 0 or version == self._max_versions
 

@@ -193,6 +193,11 @@ class LearnerSide:
         trained = self._config.learner.prompts_per_batch * self._config.rollouts_per_group
         return trained if limit == "all" else min(limit, trained)
 
+    @property
+    def untrained(self) -> list[int]:
+        """Ordinals in batches whose report has not come."""
+        return [group.ordinal for _, groups in self._formed.values() for group in groups]
+
     async def send_heartbeats(self) -> None:
         """A rank that waits for a batch knows by them that the coordinator works."""
         for peer in list(self.ranks.values()):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -62,6 +63,12 @@ class Consumed:
     def __contains__(self, ordinal: int) -> bool:
         return ordinal < self.frontier or ordinal in self.beyond
 
+    def without(self, ordinals: Collection[int]) -> Consumed:
+        """The same, but for some of them."""
+        frontier = min([self.frontier, *ordinals])
+        beyond = {*range(frontier, self.frontier), *self.beyond}.difference(ordinals)
+        return Consumed(frontier, beyond)
+
 
 class Ledger:
     """The one place that knows where every ordinal is."""
@@ -84,6 +91,16 @@ class Ledger:
         """Groups that the recipe filtered since the last one that it kept."""
         self._untrainable: list[TrajectoryGroup] = []
         self._next_ordinal = 0
+
+    def resume_at(self, num_batches: int, consumed: Consumed) -> None:
+        """Goes on after so many batches. What was granted by then and is not consumed is as lost: it is granted again.
+
+        So `outstanding` + lost + batches x B stays within its bound (staleness.py): they were counted before, too.
+        """
+        self.num_batches_formed = num_batches
+        self.consumed = consumed
+        self._next_ordinal = max(consumed.beyond, default=consumed.frontier - 1) + 1
+        self._lost = [o for o in range(consumed.frontier, self._next_ordinal) if o not in consumed]
 
     @property
     def outstanding(self) -> int:

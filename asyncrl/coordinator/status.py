@@ -15,9 +15,11 @@ class RunStatus:
     """Mutable; one process, one event loop."""
 
     max_versions: int
+    first_version: int = 0
+    """What the learner starts with: above 0 in a resumed run."""
     phase: str = "starting"
     """starting | training | ending"""
-    version: int = 0
+    version: int = field(init=False)
     recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=100))
     """Metrics of the newest versions, the newest last."""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=100))
@@ -31,12 +33,15 @@ class RunStatus:
     _published: dict[str, float] = field(default_factory=dict)
     _committed: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.version = self.first_version
+
     def note(self, text: str) -> None:
         self.notes.append(text)
         self.num_notes += 1
 
     def seconds_since_version(self) -> float:
-        """Since the newest version was trained; before the first, since a server held version 0."""
+        """Since the newest version was trained; before the first, since a server held what it begins with."""
         return time.monotonic() - self._version_s
 
     def seconds_since_progress(self) -> float:
@@ -55,7 +60,7 @@ class RunStatus:
 
     def record_publish(self, version: int, spans: Sequence[Span]) -> None:
         self.record_progress()
-        if version == 0:
+        if version == self.first_version:
             self.phase = "training"
         for span in spans:
             self._published[f"weight_sync/{span.name}_s"] = span.end_s - span.start_s
@@ -64,8 +69,8 @@ class RunStatus:
 
     def record_commit(self, version: int, spans: Sequence[Span]) -> None:
         self.record_progress()
-        if version == 0:  # a cold sync: no request was held up
-            if self.version == 0:
+        if version == self.first_version:  # a cold sync: no request was held up
+            if self.version == version:
                 self._version_s = time.monotonic()
             return
         self._committed = {f"weight_sync/{span.name}_s": span.end_s - span.start_s for span in spans}

@@ -37,6 +37,10 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """torch.distributed rendezvous of the learner ranks."""
     report_fd: int = -1
     """coordinator: where it writes a Meeting as JSON once it listens."""
+    checkpoint: str = ""
+    """learner: the folder that it goes on from; empty: it starts with the initial model."""
+    resume: bool = False
+    """coordinator: whether the run goes on from its newest checkpoint."""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -67,7 +71,7 @@ def run(spec: ChildSpec) -> None:
     elif spec.role == "coordinator":
         from asyncrl.launch.torchrun import run_coordinator
 
-        run_coordinator(config, spec.report_fd)
+        run_coordinator(config, spec.report_fd, resume=spec.resume)
     else:
         from asyncrl.launch.server_process import run_rollout_server
 

@@ -56,13 +56,15 @@ def _serve(config: Config, spec: ChildSpec, connection: BlockingConnection, enve
         device.type, config.learner.num_ranks, config.learner.replicas, config.learner.tensor_parallel_size
     )
     learner = PolicyLearner(Path(spec.model_path), config, mesh=mesh)
+    first_version = learner.load(Path(spec.checkpoint)) if spec.checkpoint else 0
     say_hello(config, spec.rank, connection)
     publisher = SnapshotPublisher(learner, config, device, run=envelope.run, incarnation=envelope.incarnation)
     try:
-        loop = LearnerLoop(config, learner, connection, publisher)
+        run_directory = Path(spec.config_file).parent
+        loop = LearnerLoop(config, learner, connection, publisher, run_directory, first_version=first_version)
         loop.run()
         if config.learner.export:
-            learner.export(Path(spec.config_file).parent / "model")
+            learner.export(run_directory / "model")
         loop.say_goodbye()
     finally:
         publisher.close()

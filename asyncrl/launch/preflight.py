@@ -33,6 +33,7 @@ from asyncrl.launch.model_facts import (
 from asyncrl.launch.resources import ROLES, Placements, available_cores, place_processes, visible_gpus
 from asyncrl.models.source import model_folder, model_is_ready, resolve_model
 from asyncrl.rollout_server.vllm_process import engine_args
+from asyncrl.run_directory import exists_already, run_path
 from asyncrl.stream.sizes import (
     max_eval_bytes,
     max_eval_completion_tokens,
@@ -66,10 +67,10 @@ class Examined:
     """Of data.supervised."""
 
 
-def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
+def check_config(config: Config, start: Collection[str] = ROLES, *, resumes: bool = False) -> Examined:
     """What needs no model: devices, engine, messages, folders, reward, rows. Raises ConfigError, DataError.
 
-    `start`: the roles whose processes this node starts.
+    `start`: the roles whose processes this node starts. `resumes`: whether the run directory is there already.
     """
     gpus = visible_gpus(config)
     device = "cuda" if gpus else "cpu"
@@ -81,7 +82,7 @@ def check_config(config: Config, start: Collection[str] = ROLES) -> Examined:
         )
     check_can_bind(config.stream.bind, config.stream.port)
     _check_messages(config)
-    _check_folders(config)
+    _check_folders(config, resumes=resumes)
     check_algorithm(config)
     check_trackers(config.run.trackers)
     _check_evaluation(config)
@@ -186,12 +187,12 @@ def _check_messages(config: Config) -> None:
             )
 
 
-def _check_folders(config: Config) -> None:
+def _check_folders(config: Config, *, resumes: bool) -> None:
     model_folder(config.model)
     folder = config.weight_sync.dir
     if not os.path.isdir(folder):
         raise ConfigError(f"weight_sync.dir: {folder!r} is not a folder; name an existing one")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"weight_sync.dir: {folder!r} cannot be written to; name another folder")
-    if config.run.name is not None and (run := Path(config.run.dir) / config.run.name).exists():
-        raise ConfigError(f"run.name: {run.resolve()} exists already; choose another run.name")
+    if config.run.name is not None and not resumes and (run := run_path(config)).exists():
+        raise exists_already(run)

@@ -38,12 +38,13 @@ class Prepared:
     """cpu | cuda"""
 
 
-async def prepare(config: Config, start: Collection[str] = ROLES) -> Prepared:
+async def prepare(config: Config, start: Collection[str] = ROLES, *, resumes: bool = False) -> Prepared:
     """Asks what `asyncrl check` asks, and brings the models. Raises ConfigError or DataError.
 
-    `start`: the roles whose processes this launcher starts; the others need no devices here.
+    `start`: the roles whose processes this launcher starts; the others need no devices here. `resumes`: whether the
+    run directory is there already.
     """
-    examined = check_config(config, start)
+    examined = check_config(config, start, resumes=resumes)
     if "rollout-server" in start and await fetch_reward_models(config):
         check_rewards(config, [*examined.rows, *examined.eval_rows])
     model_path = await fetch_model(config.model)

@@ -30,6 +30,7 @@ from asyncrl.launch.model_facts import read_hidden_size
 from asyncrl.launch.prepare import Prepared, message_limits, prepare, prompts_found, supervised_found
 from asyncrl.launch.processes import Processes
 from asyncrl.launch.resources import ROLES
+from asyncrl.launch.resume import Resumption, check_data, evaluated_versions, find_resumption, rewind
 from asyncrl.model_card import write_model_card
 from asyncrl.run_directory import RunDirectory, default_run_name
 from asyncrl.stream.sockets import Listener
@@ -44,6 +45,8 @@ class Listening:
     address: str
     run_directory: Path
     model_path: Path
+    checkpoint: Path | None
+    """That the learner goes on from."""
 
 
 def run_until_done(
@@ -51,10 +54,12 @@ def run_until_done(
     *,
     start: Collection[str] = ROLES,
     on_listening: Callable[[Listening], None] | None = None,
+    resume: bool = False,
 ) -> Path:
     """Runs to the end and returns the run directory. Raises the first cause of failure.
 
-    `start`: the roles whose processes this one starts; the others connect by themselves. Ctrl-C ends the run with
+    `start`: the roles whose processes this one starts; the others connect by themselves. `resume`: the run directory
+    exists, and the run goes on from its newest checkpoint. Ctrl-C ends the run with
     KeyboardInterrupt, SIGTERM with SystemExit(143), once everything has ended. The caller's own handler of SIGTERM is
     back then: asyncio takes it away.
     """
@@ -64,7 +69,7 @@ def run_until_done(
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await run_training(config, start=start, on_listening=on_listening)
+        return await run_training(config, start=start, on_listening=on_listening, resume=resume)
 
     try:
         return asyncio.run(run())
@@ -76,16 +81,28 @@ def run_until_done(
 
 
 async def run_training(
-    config: Config, *, start: Collection[str], on_listening: Callable[[Listening], None] | None
+    config: Config,
+    *,
+    start: Collection[str],
+    on_listening: Callable[[Listening], None] | None,
+    resume: bool,
 ) -> Path:
     """`run_until_done` inside an event loop."""
+    resumption = find_resumption(config) if resume else None
     if config.run.name is None:
         named = config.run.model_copy(update={"name": default_run_name()})
         config = config.model_copy(update={"run": named})
-    prepared = await prepare(config, start=start)
+    prepared = await prepare(config, start=start, resumes=resume)
+    if resumption is not None:
+        check_data(resumption, prepared.dataset)
     await asyncio.sleep(0)  # a Ctrl-C that came meanwhile lands here, before anything is made
-    directory = RunDirectory.create(config)
-    launch = Launch(prepared, directory, start=start, on_listening=on_listening)
+    if resumption is None:
+        directory = RunDirectory.create(config)
+    else:
+        directory = RunDirectory.reopen(config)
+        rewind(directory.path, resumption)
+        directory.go_on(config, resumption.checkpoint.version)
+    launch = Launch(prepared, directory, start=start, on_listening=on_listening, resumption=resumption)
     try:
         await launch.run()
     finally:
@@ -106,6 +123,7 @@ class Launch:
         *,
         start: Collection[str],
         on_listening: Callable[[Listening], None] | None,
+        resumption: Resumption | None = None,
     ) -> None:
         self.run_id = f"{prepared.config.run.name}.{secrets.token_hex(4)}"
         self._prepared = prepared
@@ -113,6 +131,7 @@ class Launch:
         self._directory = directory
         self._start = start
         self._on_listening = on_listening
+        self._resumption = resumption
         self._console = Console()
         self._processes = Processes(shutdown_s=prepared.config.timeouts.shutdown_s)
 
@@ -136,6 +155,8 @@ class Launch:
                 self._directory,
                 eval_dataset=self._prepared.eval_dataset,
                 hidden_size=read_hidden_size(self._prepared.model_path),
+                resumed=self._resumption.state if self._resumption is not None else None,
+                evaluated=evaluated_versions(self._directory.path),
             )
             self._announce(mailbox.address)
             async with Trackers(
@@ -144,6 +165,7 @@ class Launch:
                 note=coordinator.status.note,
                 counts=coordinator.status.counts,
                 say=self._say,
+                first_version=0 if self._resumption is None else self._resumption.checkpoint.version,
             ) as trackers:
                 self._directory.observers.append(trackers)
                 await self._run_children(coordinator, mailbox.address)
@@ -159,8 +181,16 @@ class Launch:
             finally:
                 await asyncio.shield(self._processes.stop())
 
+    @property
+    def _checkpoint(self) -> Path | None:
+        return None if self._resumption is None else self._resumption.checkpoint.folder
+
     def _introduce(self) -> None:
         self._say(f"run {self._directory.path}")
+        if self._resumption is not None:
+            for note in self._resumption.notes:
+                self._say(note)
+            self._say(f"goes on at version {self._resumption.checkpoint.version}")
         self._say(f"{prompts_found(self._prepared.dataset)}; model {self._prepared.model_path}")
         if len(self._prepared.eval_dataset):
             dataset = self._prepared.eval_dataset
@@ -175,7 +205,9 @@ class Launch:
 
     def _announce(self, address: str) -> None:
         if self._on_listening is not None:
-            self._on_listening(Listening(address, self._directory.path, self._prepared.model_path))
+            self._on_listening(
+                Listening(address, self._directory.path, self._prepared.model_path, self._checkpoint)
+            )
         if "rollout-server" not in self._start or not self._config.rollout.num_servers:
             self._say(f"connect rollout servers: asyncrl rollout-server CONFIG --connect {address}")
 
@@ -197,6 +229,7 @@ class Launch:
                     device=self._prepared.device,
                     parent_pid=os.getpid(),
                     init_method=init_method,
+                    checkpoint=str(self._checkpoint or ""),
                 )
                 await self._processes.start(spec, placement, self._directory.log_file(role, rank))
 

@@ -28,9 +28,11 @@ class Meeting(msgspec.Struct, frozen=True):
     address: str
     run_directory: str
     model_path: str
+    checkpoint: str
+    """That the ranks go on from; empty: they start with the initial model."""
 
 
-def run_as_torchrun_rank(config: Config) -> None:
+def run_as_torchrun_rank(config: Config, *, resume: bool = False) -> None:
     """Trains as the rank that torchrun's environment names. Raises the first cause of failure."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if num_ranks != config.learner.num_ranks:
@@ -40,7 +42,7 @@ def run_as_torchrun_rank(config: Config) -> None:
         )
     take_own_cores(config, rank)
     if rank == 0:
-        with coordinator_process(config) as meeting:
+        with coordinator_process(config, resume=resume) as meeting:
             _run_rank(config, rank, meeting)
     else:
         _run_rank(config, rank, None)
@@ -69,6 +71,7 @@ def _run_rank(config: Config, rank: int, meeting: Meeting | None) -> None:
             cores=tuple(available_cores()),
             device=device,
             parent_pid=os.getppid(),
+            checkpoint=met.checkpoint,
         )
         serve_rank(config, spec)
 
@@ -90,7 +93,7 @@ def share(meeting: Meeting | None, device: str) -> Meeting:
 
 
 @contextmanager
-def coordinator_process(config: Config) -> Iterator[Meeting]:
+def coordinator_process(config: Config, *, resume: bool = False) -> Iterator[Meeting]:
     """The coordinator in a child process, which shares this one's terminal and ends with it."""
     read_fd, write_fd = os.pipe()
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config_file:
@@ -106,6 +109,7 @@ def coordinator_process(config: Config) -> Iterator[Meeting]:
             device="cpu",
             parent_pid=os.getpid(),
             report_fd=write_fd,
+            resume=resume,
         )
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.launch.child", msgspec.json.encode(spec).decode()],
@@ -137,14 +141,19 @@ def _read_meeting(descriptor: int) -> Meeting:
     return msgspec.json.decode(raw, type=Meeting)
 
 
-def run_coordinator(config: Config, report_fd: int) -> None:
+def run_coordinator(config: Config, report_fd: int, *, resume: bool) -> None:
     """What the coordinator's process runs: a run whose ranks and servers connect by themselves."""
     from asyncrl.launch.run import Listening, run_until_done
 
     def report(listening: Listening) -> None:
-        meeting = Meeting(listening.address, str(listening.run_directory), str(listening.model_path))
+        meeting = Meeting(
+            listening.address,
+            str(listening.run_directory),
+            str(listening.model_path),
+            str(listening.checkpoint or ""),
+        )
         os.write(report_fd, msgspec.json.encode(meeting))
         os.close(report_fd)
 
-    path: Path = run_until_done(config, start=(), on_listening=report)
+    path: Path = run_until_done(config, start=(), on_listening=report, resume=resume)
     print(f"done: {path}")

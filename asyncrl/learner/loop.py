@@ -2,7 +2,7 @@
 
     consumes              does                                                        produces
     Batch                 update: forward, backward, steps, all-reduced metrics       StepReport
-    (a trained batch)     check, announce, write the snapshot                         VersionAnnounced, -Published
+    (a trained batch)     check, announce, write the snapshot, then a checkpoint      VersionAnnounced, -Published
     VersionRecorded       lets the snapshot be written                                -
     Stop                  leaves                                                      Bye
 
@@ -15,11 +15,13 @@ from __future__ import annotations
 import resource
 import time
 from collections import deque
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from asyncrl.checkpoint_folder import begin, is_due, partial_folder
 from asyncrl.config import Config
 from asyncrl.errors import PeerLost
 from asyncrl.learner.mfu import peak_flops_per_s
@@ -60,11 +62,17 @@ class LearnerLoop:
         learner: PolicyLearner,
         connection: BlockingConnection,
         publisher: SnapshotPublisher,
+        run_directory: Path,
+        *,
+        first_version: int = 0,
     ) -> None:
+        """`run_directory`: where checkpoints are written. `first_version`: above 0 for a learner that was loaded."""
         self._config = config
         self._learner = learner
         self._connection = connection
         self._publisher = publisher
+        self._run_directory = run_directory
+        self._first_version = first_version
         self._speaks = dist.get_rank() == 0
         self._model_flops = learner.model_flops
         self._peak_flops_per_s = (
@@ -74,10 +82,10 @@ class LearnerLoop:
         """Messages that came while another kind was awaited: the next batch arrives before it is needed."""
 
     def run(self) -> None:
-        """Trains `learner.max_versions` batches, publishing every version; the last only where it is evaluated."""
-        self._publish(0)
+        """Trains up to version `learner.max_versions`, publishing each; the last only where it is evaluated."""
+        self._publish(self._first_version)
         num_versions = self._config.learner.max_versions
-        for index in range(num_versions):
+        for index in range(self._first_version, num_versions):
             self._train(index, publish=index + 1 < num_versions or self._config.eval.every > 0)
 
     def say_goodbye(self) -> None:
@@ -110,6 +118,10 @@ class LearnerLoop:
         else:  # the last, which is exported all the same
             self._learner.check_finite()
         published_s = time.monotonic()
+        is_saved = is_due(index + 1, self._config.checkpoint.every)
+        if is_saved:
+            self._save(index + 1)
+        saved_s = time.monotonic()
         if self._speaks:
             version = {"version": index}
             timing = {
@@ -119,7 +131,19 @@ class LearnerLoop:
                 "perf/max_memory_allocated_gb": max_memory_gb(),
             }
             spans = [Span("wait", start_s, received_s, version), Span("step", received_s, updated_s, version)]
+            if is_saved:
+                timing["timing_s/checkpoint"] = saved_s - published_s
+                spans.append(Span("checkpoint", published_s, saved_s, {"version": index + 1}))
             self._connection.send(StepReport(index, metrics | timing, spans))
+
+    def _save(self, version: int) -> None:
+        """This rank's part of a checkpoint; the report that follows tells the coordinator that all are on disk."""
+        folder = partial_folder(self._run_directory, version)
+        if self._speaks:
+            begin(folder)
+        dist.barrier()
+        self._learner.save(folder, version)
+        dist.barrier()
 
     def _utilisation(self, shard: Shard, metrics: dict[str, float]) -> dict[str, float]:
         """perf/mfu/actor of this rank, on a device whose peak is known."""

@@ -6,7 +6,7 @@ the others, and what tensor ranks hold whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,15 @@ from asyncrl.learner.finite import first_non_finite, group_device, shard_norms
 from asyncrl.learner.mesh import copy_group, tensor_mesh
 from asyncrl.learner.tensor_parallel import is_whole
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""As torch's AdamW names what it keeps of every parameter besides its number of steps."""
+
 
 class ShardedOptimizer:
     """Steps sharded parameters, given by name. Moments are float32, like the master weights."""
 
     def __init__(self, parameters: dict[str, Parameter], config: LearnerConfig, mesh: DeviceMesh) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._config = config
         self._group = copy_group(mesh)
         self._tensor = tensor_mesh(mesh)
@@ -64,9 +67,36 @@ class ShardedOptimizer:
         """Forgets them: no step is taken."""
         self._optimizer.zero_grad(set_to_none=True)
 
+    @property
+    def num_steps(self) -> dict[str, int]:
+        """Of each parameter that has moments; none before its first step, and none of plain SGD."""
+        state = self._optimizer.state
+        return {
+            name: int(state[p]["step"]) for name, p in self.parameters.items() if "step" in state.get(p, {})
+        }
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's own tensors, by `exp_avg/NAME`: sharded like the parameters."""
+        state = self._optimizer.state
+        return {
+            f"{moment}/{name}": state[self.parameters[name]][moment]
+            for moment in MOMENTS
+            for name in self.num_steps
+        }
+
+    def resume_at(self, num_steps: Mapping[str, int]) -> None:
+        """Makes the state of parameters that have taken so many steps; their `moments` are 0, to be filled."""
+        for name, number in num_steps.items():
+            parameter = self.parameters[name]
+            state = {
+                moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS
+            }
+            step = torch.tensor(float(number), device=_local(parameter).device)
+            self._optimizer.state[parameter] = {"step": step, **state}
+
     def _clip(self, version: int, number: int, scale: float) -> float:
         """Scales the gradients, then to a global norm of at most max_grad_norm; returns the norm in between."""
-        gradients = {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        gradients = {name: _local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         self._average_whole(gradients)
         norms = shard_norms(list(gradients.values()))
         sum_of_squares = (norms.square() @ self._shares(gradients).to(norms)).to(group_device(self._group))

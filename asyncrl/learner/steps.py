@@ -34,7 +34,7 @@ class PolicySteps:
         self._config = config
         self._models = models
         self._supervised = supervised
-        self._optimizer = ShardedOptimizer(
+        self.optimizer = ShardedOptimizer(
             {name: p for name, p in models.policy.named_parameters() if p.requires_grad},
             config.learner,
             models.mesh,
@@ -48,10 +48,10 @@ class PolicySteps:
             for number in range(len(plan.minibatches)):
                 scale = self._backward(experience, plan, number, totals, step_number=len(norms))
                 if scale is None:
-                    self._optimizer.drop_gradients()
+                    self.optimizer.drop_gradients()
                     metrics |= self._supervised_tokens(plan, num_steps=len(norms))
                     return metrics | {"actor/grad_norm": fmean(norms or [0.0]), "actor/early_stopped": 1.0}
-                norm, metrics["actor/lr"] = self._optimizer.step(plan.index, len(norms) + 1, scale=scale)
+                norm, metrics["actor/lr"] = self.optimizer.step(plan.index, len(norms) + 1, scale=scale)
                 norms.append(norm)
         if self._config.algorithm.target_kl is not None:
             metrics["actor/early_stopped"] = 0.0

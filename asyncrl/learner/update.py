@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from asyncrl.algorithms.losses.kl_controller import build_kl_controller
-from asyncrl.config import Config
+from asyncrl.algorithms.losses.kl_controller import AdaptiveKlController, build_kl_controller
+from asyncrl.config import Config, learner_kind
 from asyncrl.dtypes import publish_dtype
 from asyncrl.envs.dataset import load_tokenizer
 from asyncrl.envs.supervised import load_supervised
 from asyncrl.errors import LearnerError
+from asyncrl.learner.checkpoint import LearnerState, Part, read_shards, read_state, write_shard
 from asyncrl.learner.experience import receive_shard
 from asyncrl.learner.export import export_model
 from asyncrl.learner.finite import first_non_finite, shard_norms
@@ -174,6 +175,45 @@ class PolicyLearner:
             rank=data_rank(self._mesh),
             num_ranks=num_data_ranks(self._mesh),
         )
+
+    def save(self, folder: Path, version: int) -> None:
+        """Writes this rank's files of the checkpoint of `version`, between one batch and the next; no collective.
+
+        Raises LearnerError where they cannot be written.
+        """
+        parts, controller = self._parts(), self._context.kl_controller
+        state = LearnerState(
+            version,
+            learner_kind(self._config),
+            {name: part.optimizer.num_steps for name, part in parts.items() if part.optimizer is not None},
+            controller.coefficient if isinstance(controller, AdaptiveKlController) else None,
+        )
+        write_shard(folder, state, parts, self._mesh)
+
+    def load(self, folder: Path) -> int:
+        """Takes up where the learner that wrote `folder` was, on however many ranks; returns its version.
+
+        Raises LearnerError, naming both, for a checkpoint of another model or recipe, and for a damaged one.
+        """
+        state = read_state(folder, learner_kind(self._config))
+        read_shards(folder, state, self._parts())
+        if isinstance(self._context.kl_controller, AdaptiveKlController) and state.kl_coefficient is not None:
+            self._context.kl_controller.coefficient = state.kl_coefficient
+        return state.version
+
+    def _parts(self) -> dict[str, Part]:
+        """Whatever a batch changes."""
+        optimizer, models = self._policy_steps.optimizer, self._models
+        parts = {"policy": Part(optimizer.parameters, optimizer)}
+        if models.critic is not None:
+            parts["critic"] = Part(models.critic.optimizer.parameters, models.critic.optimizer)
+        if self._refreshes and models.reference is not None:
+            parts["reference"] = Part(dict(models.reference.model.transformer.named_parameters()), None)
+        return parts
+
+    @property
+    def _refreshes(self) -> bool:
+        return self._config.algorithm.reference.refresh_every > 0
 
     def _check_shard(self, shard: Shard) -> None:
         plan, rank = shard.plan, data_rank(self._mesh)

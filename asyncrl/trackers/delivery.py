@@ -42,9 +42,11 @@ class Trackers:
         note: Callable[[str], None],
         counts: Counter[str],
         say: Callable[[str], None],
+        first_version: int = 0,
     ) -> None:
         """`note`: shows a sentence while the run goes on, `say`: when it has ended. `counts["tracker_failures"]`
-        is the number of calls that a tracker did not take. Raises ConfigError for one that is not installed."""
+        is the number of calls that a tracker did not take. `first_version`: where the run was resumed. Raises
+        ConfigError for one that is not installed."""
         self._trackers = {name: load_tracker(name) for name in config.run.trackers}
         self._run = TrackedRun(
             name=str(config.run.name),
@@ -52,6 +54,7 @@ class Trackers:
             folder=folder,
             config=config.model_dump(mode="json"),
             close_s=config.timeouts.trackers_s,
+            first_version=first_version,
         )
         self._num_samples = config.run.samples_per_version
         self._note, self._counts, self._say = note, counts, say

@@ -30,7 +30,13 @@ class MlflowTracker:
     def open(self, run: TrackedRun) -> None:
         experiment = mlflow.set_experiment(run.project)
         self._client = mlflow.MlflowClient()
+        if (run_id := run.stored_id("mlflow")) is not None:  # its parameters, which cannot change, stay
+            self._run_id = run_id
+            self._client.update_run(run_id, status="RUNNING")
+            self._client.log_dict(run_id, run.config, f"config_{run.first_version:06d}.yaml")
+            return
         self._run_id = self._client.create_run(experiment.experiment_id, run_name=run.name).info.run_id
+        run.store_id("mlflow", self._run_id)
         self._client.log_dict(self._run_id, run.config, "config.yaml")
         params = [Param(allowed_name(key), str(value)) for key, value in flattened(run.config)]
         for start in range(0, len(params), MAX_PARAMS):

@@ -1,4 +1,5 @@
-"""TensorBoard: one event file in the run directory, so that `tensorboard --logdir runs` shows runs by name.
+"""TensorBoard: an event file in the run directory, one more each time it is resumed, so that
+`tensorboard --logdir runs` shows runs by name.
 
 Written with TensorBoard's own record writer and protocol buffers: its higher layers would load TensorFlow
 where that is installed.
@@ -10,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 import yaml
-from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # pyright: ignore[reportAttributeAccessIssue]
@@ -33,9 +34,12 @@ class TensorBoardTracker:
         path = run.folder / f"events.out.tfevents.{time.time():.0f}.{run.name}"
         self._records = RecordWriter(path.open("xb"))
         self._write(Event(wall_time=time.time(), file_version=FILE_VERSION))
+        if run.first_version:  # TensorBoard drops what the files before have from this step on
+            log = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=run.first_version + 1, session_log=log))
         lines = yaml.safe_dump(run.config, sort_keys=False).splitlines()
         code = "\n".join(f"    {line}" for line in lines)  # Markdown shows it as it is
-        self._write_values(0, [_text("config", [code], shape=[])])
+        self._write_values(run.first_version, [_text("config", [code], shape=[])])
 
     def log_metrics(self, version: int, metrics: dict[str, float]) -> None:
         self._write_values(version, [Summary.Value(tag=name, simple_value=x) for name, x in metrics.items()])

@@ -38,6 +38,19 @@ class TrackedRun:
     """The resolved configuration as plain data."""
     close_s: float
     """`close` must be done by then. Seconds."""
+    first_version: int = 0
+    """Above 0: the run was resumed at this version, and this is not the first time that it is opened."""
+
+    def stored_id(self, tracker: str) -> str | None:
+        """The vendor's own name of this run, which was kept when it was opened the first time; None else."""
+        file = self._id_file(tracker)
+        return file.read_text().strip() if self.first_version and file.is_file() else None
+
+    def store_id(self, tracker: str, run_id: str) -> None:
+        self._id_file(tracker).write_text(f"{run_id}\n")
+
+    def _id_file(self, tracker: str) -> Path:
+        return self.folder / f"{tracker}-run-id"
 
 
 class Tracker(Protocol):

@@ -18,6 +18,7 @@ class TrackioTracker:
             run.project,
             name=run.name,
             config=run.config,
+            resume="allow" if run.first_version else "never",
             embed=False,
             auto_log_gpu=False,  # its monitors would run in the coordinator's process
             auto_log_cpu=False,

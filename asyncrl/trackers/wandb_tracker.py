@@ -26,7 +26,15 @@ class WandbTracker:
 
     def open(self, run: TrackedRun) -> None:
         settings = wandb.Settings(console="off", init_timeout=run.close_s, finish_timeout=run.close_s)
-        self._run = wandb.init(project=run.project, name=run.name, config=run.config, settings=settings)
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.stored_id("wandb"),
+            resume="allow" if run.first_version else None,
+            config=run.config,
+            settings=settings,
+        )
+        run.store_id("wandb", self._run.id)
         # Not W&B's own step, which may not go back: an evaluation ends when later versions are trained.
         self._run.define_metric("*", step_metric=STEP)
 

@@ -113,6 +113,14 @@ def started(tmp_path: Path, *command: str, name: str = "run") -> Iterator[Starte
         process.wait(timeout=10)
 
 
+def child(run: Started, role: str) -> psutil.Process:
+    """The child of the launcher that plays a role, or (engine) vLLM's engine core."""
+    below = psutil.Process(run.process.pid).children(recursive=True)
+    if role == "engine":
+        return next(p for p in below if p.name().startswith("VLLM::EngineCor"))
+    return next(p for p in below if f'"role":"{role}"' in " ".join(p.cmdline()))
+
+
 def run_name(tmp_path: Path) -> str:
     """Unlike that of any other test: files in shared memory bear it."""
     return f"{tmp_path.parent.name}.{tmp_path.name}"

@@ -236,6 +236,21 @@ def test_an_adapter_on_a_layer_that_is_not_there_is_refused(
         check(config_of(model, f"learner.lora.target_modules=[{right}]"))
 
 
+def test_check_counts_the_bytes_of_a_checkpoint(model: Path):
+    # Mutations: gradients counted; no critic; the frozen weights beneath adapters; one fewer than at the peak.
+    block = {"model.layers.0.self_attn.q_proj.weight": np.zeros((250, 400), np.float32)}
+    save_file(block, model / "block.safetensors")
+
+    def said(*overrides: str) -> str:
+        return dict(check(config_of(model, "checkpoint.every=5", *overrides)))["checkpoints"]
+
+    assert said().startswith("every 5 versions 1.2 MB; with checkpoint.keep 3 at most 4.8 MB in ")
+    of_two = said("algorithm=ppo", "checkpoint.keep=1")
+    assert of_two.startswith("every 5 versions 2.4 MB; with checkpoint.keep 1 at most 4.8 MB in ")
+    assert said("learner.lora={rank: 16}").startswith("every 5 versions 0.1 MB")
+    assert dict(check(config_of(model)))["checkpoints"].startswith("none")
+
+
 def test_a_port_in_use_is_refused_before_the_run_directory_is_made(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ):

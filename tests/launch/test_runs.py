@@ -8,19 +8,10 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-from commands import END_S, START_S, Started, overrides, started
+from commands import END_S, START_S, child, overrides, started
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
-
-def child(run: Started, role: str) -> psutil.Process:
-    """The child of the launcher that plays a role, or (engine) vLLM's engine core."""
-    below = psutil.Process(run.process.pid).children(recursive=True)
-    if role == "engine":
-        return next(p for p in below if p.name().startswith("VLLM::EngineCor"))
-    return next(p for p in below if f'"role":"{role}"' in " ".join(p.cmdline()))
 
 
 def test_the_tiny_model_learns_within_the_bound_and_leaves_a_whole_run_directory(tmp_path: Path):

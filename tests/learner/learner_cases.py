@@ -29,11 +29,13 @@ from asyncrl.types import Plan, Shard, Status, Trajectory, TrajectoryGroup
 VOCABULARY = 67  # odd: two ranks hold unequal rows of the embedding
 
 
-def write_model(folder: Path, kind: str, tied: bool, dtype: torch.dtype = torch.float32) -> Path:
+def write_model(
+    folder: Path, kind: str, tied: bool, dtype: torch.dtype = torch.float32, hidden_size: int = 32
+) -> Path:
     """A model of two layers, four heads and two key heads, with weights large enough to matter."""
     shape = {
         "vocab_size": VOCABULARY,
-        "hidden_size": 32,
+        "hidden_size": hidden_size,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -244,7 +246,7 @@ def one_rank(model_path: Path, config: Config, store: Path) -> Iterator[PolicyLe
 def record_gradients(learner: PolicyLearner) -> dict[str, torch.Tensor]:
     """Filled with this rank's shards of the gradients when an optimizer step begins: the newest step's."""
     recorded: dict[str, torch.Tensor] = {}
-    optimizer = learner._policy_steps._optimizer
+    optimizer = learner._policy_steps.optimizer
     take_step = optimizer.step
 
     def step(version: int, number: int, *, scale: float) -> tuple[float, float]:

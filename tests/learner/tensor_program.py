@@ -99,10 +99,10 @@ def whole_tensors(learner: PolicyLearner) -> dict[str, Tensor]:
 
 def moments(learner: PolicyLearner) -> dict[str, Tensor]:
     """AdamW's mean gradients of the policy."""
-    optimizer = learner._policy_steps._optimizer
+    optimizer = learner._policy_steps.optimizer
     return {
         f"moment of {name}": whole(optimizer._optimizer.state[parameter]["exp_avg"])
-        for name, parameter in optimizer._parameters.items()
+        for name, parameter in optimizer.parameters.items()
         if "exp_avg" in optimizer._optimizer.state[parameter]
     }
 

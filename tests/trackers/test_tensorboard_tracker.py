@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -102,6 +103,35 @@ def test_samples_are_a_table_of_text_and_the_config_is_shown(run: RunDirectory):
     assert "    max_staleness: 2\n" in text
     metadata = events.SummaryMetadata("samples")
     assert metadata.plugin_data.plugin_name == "text"
+
+
+def test_a_resumed_run_goes_on_in_the_same_curve_without_the_lost_versions(tmp_path: Path):
+    # Mutations: no session start -> versions 3 and 4 twice, the lost ones among them; its step one lower or higher.
+    config = load_config(None, [f"run.dir={tmp_path}", "run.name=resumed", "run.trackers=[tensorboard]"])
+
+    async def train(first_version: int, value: float) -> None:
+        async with Trackers(
+            config,
+            tmp_path,
+            note=pytest.fail,
+            counts=Counter(),
+            say=pytest.fail,
+            first_version=first_version,
+        ) as trackers:
+            for version in range(first_version + 1, 5):
+                trackers.metrics_written({"training/policy_version": float(version), "x": value})
+
+    asyncio.run(train(0, 1.0))
+    time.sleep(1.0)  # files are read in the order of their names, which have the second
+    asyncio.run(train(2, 5.0))
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 5.0),
+        (4, 5.0),
+    ]
 
 
 def test_a_number_of_an_evaluation_that_ends_late_takes_nothing_away(tmp_path: Path):

@@ -43,11 +43,14 @@ from asyncrl.trackers.tracker import check_trackers
 overrides = ["run.name=r", "run.project=p", "timeouts.trackers_s=240"]
 config = load_config(None, [*overrides, "run.trackers=[" + sys.argv[1] + "]"])
 check_trackers(config.run.trackers)
-directory = RunDirectory.create(config)
+first_version = int(sys.argv[2])
+directory = RunDirectory.reopen(config) if first_version else RunDirectory.create(config)
 
 async def train():
     counts = Counter()
-    async with Trackers(config, directory.path, note=pytest.fail, counts=counts, say=pytest.fail) as trackers:
+    async with Trackers(
+        config, directory.path, note=pytest.fail, counts=counts, say=pytest.fail, first_version=first_version
+    ) as trackers:
         directory.observers.append(trackers)
         for metrics in {METRICS!r}:
             directory.append_metrics(metrics)
@@ -78,10 +81,10 @@ def run_program(
     return done.stdout
 
 
-def track(name: str, folder: Path, **environment: str) -> None:
+def track(name: str, folder: Path, first_version: int = 0, **environment: str) -> None:
     """A run of three lines and one table with one tracker, in `folder`; no secret gets into the run directory."""
     pytest.importorskip(name)
-    run_program(PROGRAM, name, folder=folder, timeout_s=300, environment=environment)
+    run_program(PROGRAM, name, str(first_version), folder=folder, timeout_s=300, environment=environment)
     files = [path for path in (folder / "runs" / "r").rglob("*") if path.is_file()]
     assert files
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
@@ -226,3 +229,35 @@ def test_a_wandb_server_that_never_answers_lets_the_process_end(tmp_path: Path):
         said = run_program(HANGING, folder=tmp_path, timeout_s=60, environment=environment)
     assert "tracker wandb" in said
     assert said.endswith("the run has ended\n")
+
+
+def test_a_resumed_run_is_the_same_run_to_its_vendor(tmp_path: Path):
+    # Mutation: open it anew -> two runs of the same name.
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    for first_version in (0, 2):
+        track("mlflow", tmp_path, first_version, MLFLOW_TRACKING_URI=uri)
+    import mlflow
+
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert len(client.get_metric_history(run.info.run_id, "actor/pg_loss")) == 4
+
+
+def test_a_resumed_run_is_the_same_run_to_trackio_and_wandb(tmp_path: Path):
+    # Mutation: as above.
+    for name in ("trackio", "wandb"):
+        (tmp_path / name).mkdir()
+    for first_version in (0, 2):
+        track("trackio", tmp_path / "trackio", first_version, TRACKIO_DIR=str(tmp_path / "trackio"))
+        track(
+            "wandb",
+            tmp_path / "wandb",
+            first_version,
+            WANDB_MODE="offline",
+            WANDB_DIR=str(tmp_path / "wandb"),
+        )
+    with sqlite3.connect(tmp_path / "trackio" / "p.db") as database:
+        assert len(database.execute("select distinct run_name from metrics").fetchall()) == 1
+    ids = {folder.name.rpartition("-")[2] for folder in tmp_path.glob("wandb/wandb/offline-run-*")}
+    assert len(ids) == 1
