@@ -6,8 +6,8 @@
     learner-0.json           a ShardIndex: where these pieces lie in the full tensors, and the numbers of the state
 
 What is not here is computed from the configuration and the version: learning rates, orders of mini-batches, frozen
-weights. There is no pickle. Several copies of the model hold the same, so only the ranks of the first one write; what the ranks
-of a tensor group all hold whole, the first of them writes.
+weights. There is no pickle. Several copies of the model hold the same, so only the ranks of the first one write; what
+the ranks of a tensor group all hold whole, the first of them writes.
 """
 
 from __future__ import annotations
