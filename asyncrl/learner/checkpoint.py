@@ -80,7 +80,9 @@ def write_shard(folder: Path, state: LearnerState, parts: Mapping[str, Part], me
     """This rank's two files, on disk when it returns. Raises LearnerError where they cannot be written."""
     if not is_first_replica(mesh):
         return
-    pieces = {name: piece for name, tensor in _tensors(parts) if (piece := _own_box(tensor)) is not None}
+    pieces = {
+        name: piece for name, tensor in _tensors(parts) if (piece := _own_box(tensor, mesh)) is not None
+    }
     local = {name: tensor.to_local().detach() for name, tensor in _tensors(parts) if name in pieces}
     file = _shard_file(folder, dist.get_rank())
     try:
@@ -148,13 +150,15 @@ def _box(tensor: DTensor) -> Box:
     return Box(tuple(tensor.shape), tuple(offset), tuple(size))
 
 
-def _own_box(tensor: DTensor) -> Box | None:
-    """What this rank writes: nothing where it has no rows, or another rank has the same ones."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
+def _own_box(tensor: DTensor, mesh: DeviceMesh) -> Box | None:
+    """What this rank writes: nothing where it has no rows, or another rank has the same ones.
+
+    `mesh`: of all ranks. A tensor may live on a part of it, and is whole along the other dimensions.
+    """
+    names, own = mesh.mesh_dim_names or (), tensor.device_mesh.mesh_dim_names or ()
+    placed = dict(zip(own, tensor.placements, strict=True))
     is_copy = any(
-        place and placement.is_replicate()
-        for place, placement in zip(coordinate, tensor.placements, strict=True)
+        mesh.get_local_rank(name) and (name not in placed or placed[name].is_replicate()) for name in names
     )
     return None if is_copy or not tensor.to_local().numel() else _box(tensor)
 
