@@ -6,8 +6,7 @@
     learner-0.json           a ShardIndex: where these pieces lie in the full tensors, and the numbers of the state
 
 What is not here is computed from the configuration and the version: learning rates, orders of mini-batches, frozen
-weights. There is no pickle. Several copies of the model hold the same, so only the ranks of the first one write; what
-the ranks of a tensor group all hold whole, the first of them writes.
+weights. There is no pickle. What several ranks hold alike, copies of the model among it, the first of them writes.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from asyncrl.checkpoint_folder import flush_file, write_durably
 from asyncrl.errors import LearnerError
-from asyncrl.learner.mesh import is_first_replica, tensor_mesh
+from asyncrl.learner.mesh import is_first_replica
 from asyncrl.learner.optimizer import ShardedOptimizer
-from asyncrl.learner.tensor_parallel import is_whole
 
 FORMAT = 1
 
@@ -82,12 +80,8 @@ def write_shard(folder: Path, state: LearnerState, parts: Mapping[str, Part], me
     """This rank's two files, on disk when it returns. Raises LearnerError where they cannot be written."""
     if not is_first_replica(mesh):
         return
-    tensor_ranks = tensor_mesh(mesh)
-    writes_whole = tensor_ranks is None or tensor_ranks.get_local_rank() == 0
     pieces = {
-        name: _box(tensor)
-        for name, tensor in _tensors(parts)
-        if tensor.to_local().numel() and (writes_whole or not is_whole(tensor))
+        name: piece for name, tensor in _tensors(parts) if (piece := _own_box(tensor, mesh)) is not None
     }
     local = {name: tensor.to_local().detach() for name, tensor in _tensors(parts) if name in pieces}
     file = _shard_file(folder, dist.get_rank())
@@ -154,6 +148,19 @@ def _tensors(parts: Mapping[str, Part]) -> Iterator[tuple[str, DTensor]]:
 def _box(tensor: DTensor) -> Box:
     size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Box(tuple(tensor.shape), tuple(offset), tuple(size))
+
+
+def _own_box(tensor: DTensor, mesh: DeviceMesh) -> Box | None:
+    """What this rank writes: nothing where it has no rows, or another rank has the same ones.
+
+    `mesh`: of all ranks. A tensor may live on a part of it, and is whole along the other dimensions.
+    """
+    names, own = mesh.mesh_dim_names or (), tensor.device_mesh.mesh_dim_names or ()
+    placed = dict(zip(own, tensor.placements, strict=True))
+    is_copy = any(
+        mesh.get_local_rank(name) and (name not in placed or placed[name].is_replicate()) for name in names
+    )
+    return None if is_copy or not tensor.to_local().numel() else _box(tensor)
 
 
 def _copy(file: safe_open, name: str, theirs: Box, tensor: DTensor) -> int:
