@@ -1,8 +1,9 @@
 """The built-in recipes: which stages a batch goes through, in order, and their options.
 
-Read a recipe downwards. `filter`, `shape` and `shuffle` run in the coordinator, a group at a time or on the plan; all
-others run on the learner ranks (learner/stages.py), those up to `whiten` once a batch, the rest once a mini-batch.
-A stage whose options ask for nothing (no reference model, no KL) costs nothing.
+Read a recipe downwards. `filter`, `shape` and `shuffle` run in the coordinator, a group at a time or on the plan. All
+others run on the learner ranks: those before `loss` once a batch, in this order (learner/stages.py), then `loss`,
+`update` and `critic` once a mini-batch (learner/steps.py). A stage whose options ask for nothing (no reference model,
+no KL) costs nothing.
 
 Your own: `algorithm: my_module:my_recipe` names a Recipe; `algorithm.stages` takes `my_module:my_stage`.
 """
@@ -25,6 +26,8 @@ class Stage:
     does: str
     needs: tuple[str, ...] = ()
     """Stages that must stand before it, where the recipe has them at all or not."""
+    after: tuple[str, ...] = ()
+    """Stages that must stand before it where the recipe has them: it reads what they leave."""
 
 
 STAGES: dict[str, Stage] = {
@@ -37,13 +40,11 @@ STAGES: dict[str, Stage] = {
     "reference": Stage("log-probs of the frozen reference model"),
     "values": Stage("the critic's value of every token"),
     "kl_reward": Stage("subtracts the KL from the rewards", needs=("score", "reference")),
-    "advantage": Stage("rewards, and values, to one advantage a token"),
+    "advantage": Stage("rewards, and values, to one advantage a token", after=("values", "kl_reward")),
     "whiten": Stage("advantages to mean 0 and deviation 1", needs=("advantage",)),
-    # the ranks, once a mini-batch
     "correct": Stage("off-policy correction: weights and rejected tokens", needs=("score", "advantage")),
-    "select": Stage(
-        "tokens that the loss chooses once a mini-batch (kl_cov, top entropy)", needs=("score", "advantage")
-    ),
+    "select": Stage("tokens that the loss chooses (kl_cov, top entropy)", needs=("score", "advantage")),
+    # the ranks, once a mini-batch
     "loss": Stage("policy loss, KL, entropy, supervised tokens", needs=("score", "advantage")),
     "critic": Stage("value loss, and the critic's step", needs=("values", "advantage")),
     "update": Stage("the optimizer's step", needs=("loss",)),
@@ -161,6 +162,9 @@ def check_stages(stages: Sequence[str]) -> None:
         for needed in STAGES[name].needs:
             if needed not in stages[:position]:
                 raise ValueError(f"stage {name!r} needs {needed!r} before it; put it there")
+        for read in STAGES[name].after:
+            if read in stages[position:]:
+                raise ValueError(f"stage {name!r} reads what {read!r} leaves and stands before it; swap them")
     for last in ("loss", "update"):
         if last not in stages:
             raise ValueError(f"a recipe needs the stage {last!r}; add it")
