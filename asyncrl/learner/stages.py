@@ -7,7 +7,7 @@ A stage is `f(experience, learner)`. The recipe (config/recipes.py) names them i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Protocol
 
@@ -31,10 +31,12 @@ from asyncrl.config.advantages import (
     ComponentAdvantages,
     CustomAdvantages,
     GaeAdvantages,
+    OutcomeAdvantages,
     PassAtKAdvantages,
     TokenBaselineAdvantages,
 )
 from asyncrl.config.algorithm import AlgorithmConfig, KlRewardConfig
+from asyncrl.errors import LearnerError
 from asyncrl.learner.experience import Experience, Microbatch
 from asyncrl.user_code import import_function, names_user_code
 
@@ -191,6 +193,8 @@ def advantage(experience: Experience, context: StageContext) -> None:
             config, batch.components, batch.group_index, weights=context.reward_weights
         )
     else:
+        if isinstance(config, OutcomeAdvantages) and config.scale == "mean":
+            _check_not_negative(rewards)
         whole = trajectory_advantages(
             config,
             rewards,
@@ -207,6 +211,17 @@ def advantage(experience: Experience, context: StageContext) -> None:
         )
 
 
+def _check_not_negative(rewards: Tensor) -> None:
+    """Raises LearnerError, on every rank, for rewards whose mean may be negative, which turns the advantages' sign."""
+    lowest = float(rewards.nan_to_num(torch.inf).min())
+    if lowest < 0:
+        raise LearnerError(
+            f"algorithm.advantages.scale mean divides by the mean reward of a group, which a reward of {lowest:g} can "
+            "make 0 or negative, and so turn good answers into bad ones; give rewards from 0 up (as "
+            "algorithm.shaping.rescale can), or take another scale"
+        )
+
+
 def own_advantages(config: CustomAdvantages, experience: Experience) -> Tensor:
     """Of the user's own function, float32. Raises LearnerError for what is no advantage of each token."""
     key, like = "algorithm.advantages.function", experience.columns.rollout_logprobs
@@ -216,21 +231,43 @@ def own_advantages(config: CustomAdvantages, experience: Experience) -> Tensor:
 
 
 def own_stage(spec: str) -> Stage:
-    """The user's own function as a stage: what it leaves as advantages the next ones can read, or it raises
-    LearnerError."""
+    """The user's own function as a stage: what it leaves the next ones can read, or it raises LearnerError."""
     key = "algorithm.stages"
     import_function(spec, key)
 
     def stage(experience: Experience, context: StageContext) -> None:
-        columns = experience.columns
-        had_advantages = columns.advantages is not None
-        call_user_function(key, spec, experience, context)
-        if had_advantages or columns.advantages is not None:
-            like = columns.rollout_logprobs
-            should = f"leave experience.columns.advantages with one value a trained token, {[*like.shape]}"
-            token_values(key, spec, columns.advantages, like, should=should)
+        had_advantages = experience.columns.advantages is not None
+        given = call_user_function(key, spec, experience, context)
+        if given is not None:
+            raise LearnerError(
+                f"{key} {spec!r} returned a {type(given).__name__}, which goes nowhere; write into experience.columns, "
+                "and return nothing"
+            )
+        _check_left(experience, key, spec, needs_advantages=had_advantages)
 
     return stage
+
+
+def _check_left(experience: Experience, key: str, spec: str, *, needs_advantages: bool) -> None:
+    """Raises LearnerError for a column that is not one value a token, advantages that are not finite, and a metric that
+    is no number."""
+    columns = experience.columns
+    like = columns.rollout_logprobs
+    for name in (field.name for field in fields(columns) if field.name not in ("advantages", "kl_coef")):
+        values = getattr(columns, name)
+        if values is not None and (not isinstance(values, Tensor) or values.shape != like.shape):
+            found = [*values.shape] if isinstance(values, Tensor) else type(values).__name__
+            raise LearnerError(
+                f"{key} {spec!r} left {found} in columns.{name}; one value a token is {[*like.shape]}"
+            )
+    if needs_advantages or columns.advantages is not None:
+        should = f"leave experience.columns.advantages with one value a trained token, {[*like.shape]}"
+        token_values(key, spec, columns.advantages, like, should=should)
+    for name, value in experience.metrics.items():
+        if not isinstance(value, int | float):
+            raise LearnerError(
+                f"{key} {spec!r} left a {type(value).__name__} in metrics[{name!r}]; make it a number with float()"
+            )
 
 
 def whiten(experience: Experience, context: StageContext) -> None:

@@ -357,6 +357,9 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def groups_of(scenario: Scenario, model_path: Path) -> list[TrajectoryGroup]:
-    """The batch that it trains."""
+    """The batch that it trains; rewards from 0 up for maxrl, which divides by their mean."""
     groups = near_groups(model_path)
+    if scenario.algorithm.get("advantages") == "maxrl":
+        for trajectory in (t for group in groups for t in group.trajectories if t.reward is not None):
+            trajectory.reward += 1.0
     return with_greedy(groups) if scenario.num_greedy else groups

@@ -129,7 +129,12 @@ def policy_loss(config: PolicyLoss, tokens: LossTokens) -> TokenLoss:
 
 
 def custom_loss(config: CustomLoss, tokens: LossTokens) -> TokenLoss:
-    """Of the user's own function. Raises LearnerError for what is no loss of each token."""
+    """Of the user's own function. Raises LearnerError for what is no loss of each token.
+
+    It is not called for a microbatch without tokens, which only keeps a rank in step with the others.
+    """
+    if not len(tokens.learner_logprobs):
+        return TokenLoss(tokens.learner_logprobs, {})
     key, spec = "algorithm.loss.policy.function", config.function
     should = (
         f"give one value a token, {[*tokens.learner_logprobs.shape]}, computed from tokens.learner_logprobs, which "
