@@ -443,6 +443,40 @@ def test_options_that_only_look_like_a_contradiction_are_taken(overrides: list[s
     load_config(None, overrides)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ("{'stages': ()}", r"is a dict; name a Recipe"),
+        ("Recipe('grpo')", r"has the stages 'grpo'; write a tuple of names"),
+        (
+            "Recipe(('score', print, 'loss'))",
+            r"has the stages .*; write a tuple of names, your own as module:attr",
+        ),
+        ("Recipe(options=None)", r"has the options None; write a dict"),
+        (
+            "Recipe(options={'type': 'ppo'})",
+            r"write a dict of the tables of `algorithm`, without type and stages",
+        ),
+        ("Recipe(options={'loss': {'policy': print}})", r"no plain data .*; name a function as module:attr"),
+        ("Recipe(options={'los': {}})", r"^algorithm\.los: unknown key; did you mean algorithm\.loss\?"),
+        (
+            "Recipe(options={'advantages': {'epsilon': 'x'}})",
+            r"^algorithm\.advantages\.epsilon: 'x': Input should",
+        ),
+        (
+            "Recipe(('score', 'advantage', 'loss', 'update'))",
+            r"^algorithm\.correction: the stages of .* lack 'corr",
+        ),
+    ],
+)
+def test_a_mistake_in_a_recipe_of_ones_own_is_said_by_its_key(recipe: str, says: str, tmp_path: Path):
+    # Mutations: look for the key in the user's tree alone -> "algorithm: unknown key"; let pydantic find the function.
+    file = tmp_path / "mine.py"
+    file.write_text(f"from asyncrl.config.recipes import Recipe\nrecipe = {recipe}\n")
+    with pytest.raises(ConfigError, match=says):
+        load_config(None, [f"algorithm={file}:recipe"])
+
+
 def test_a_constant_length_left_to_the_rollout_is_resolved_for_the_policy_and_for_a_critic():
     # Mutation: resolve the policy's alone -> the critic's first step ends the run.
     mode = "seq-mean-token-sum-norm"

@@ -10,6 +10,7 @@ Your own: `algorithm: my_module:my_recipe` names a Recipe; `algorithm.stages` ta
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,7 +144,27 @@ def find_recipe(name: str) -> Recipe:
     found = import_attribute(name, "recipe")
     if not isinstance(found, Recipe):
         raise ValueError(f"{name!r} is a {type(found).__name__}; name a Recipe of asyncrl.config.recipes")
+    _check_own(name, found)
     return found
+
+
+def _check_own(name: str, recipe: Recipe) -> None:
+    """Raises ValueError for what no YAML could say of `algorithm`: other processes read it from there."""
+    if not isinstance(recipe.stages, tuple | list) or not all(isinstance(s, str) for s in recipe.stages):
+        raise ValueError(
+            f"{name!r} has the stages {recipe.stages!r}; write a tuple of names, your own as module:attr"
+        )
+    if not isinstance(recipe.options, dict) or {"type", "stages"} & set(recipe.options):
+        raise ValueError(
+            f"{name!r} has the options {recipe.options!r}; write a dict of the tables of `algorithm`, without type and "
+            "stages"
+        )
+    try:
+        json.dumps(recipe.options)
+    except TypeError as error:
+        raise ValueError(
+            f"{name!r} has options that are no plain data ({error}); name a function as module:attr"
+        ) from error
 
 
 def check_stages(stages: Sequence[str]) -> None:
