@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -206,6 +207,31 @@ def test_kl_in_the_reward_lowers_the_rewards_to_go(flow: Flow):
     expected = plainly_trained(flow, advantages)
     assert_trained(flow, found, expected)
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(float(torch.stack(means).mean()), rel=1e-4)
+
+
+def test_kl_of_a_trajectory_lowers_its_reward_before_the_group_is_compared(flow: Flow):
+    # Mutations caught: subtracted after the division by the deviation, as `to_go` does; the mean of a trajectory in
+    # place of its sum; one rank's trajectories alone (test_flow.py).
+    found, _ = flow.train(SCENARIOS["kl_reward-trajectory"], "pieces")
+    references = {len(r): r for r in reference_logprobs(flow)}
+
+    def advantages(batch: PlainBatch) -> Tensor:
+        kl = batch.logprobs - references[len(batch.logprobs)]
+        rewards = [
+            None if reward is None else reward - 0.2 * float(kl[row].sum())
+            for row, reward in zip(batch.rows(), batch.rewards, strict=True)
+        ]
+        return grpo_advantages(replace(batch, rewards=rewards))
+
+    expected = plain_training(
+        flow.model_path,
+        flow.halves,
+        lambda now, before, a: (clipped(now, before.logprobs, a) * tis(before)).mean(),
+        advantages=advantages,
+        num_epochs=2,
+        lr=0.05,
+    )
+    assert_trained(flow, found, expected)
 
 
 def test_rewards_are_cut_before_advantages_of_the_outcome_too(flow: Flow):
