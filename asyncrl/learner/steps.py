@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from statistics import fmean
 
@@ -14,6 +13,7 @@ from asyncrl.algorithms.losses.values import ValueSums, critic_objective, explai
 from asyncrl.config import Config
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.losses import AggregationConfig, ValueLossConfig
+from asyncrl.errors import LearnerError
 from asyncrl.learner.experience import Experience, Microbatch
 from asyncrl.learner.loss import policy_loss, scales_afterwards
 from asyncrl.learner.optimizer import ShardedOptimizer
@@ -117,9 +117,15 @@ class PolicySteps:
 
 
 def _one_over(counts: Counts, table: AggregationConfig) -> float:
-    """NaN for a count of 0 under `at_least: 0`, which the gradient norm refuses."""
+    """Raises LearnerError, on every rank, for a count of 0 under `at_least: 0`."""
     divisor = denominator(counts, mode=table.mode, divide_by=table.divide_by, at_least=table.at_least)
-    return 1.0 / divisor if divisor else math.nan
+    if not divisor:
+        raise LearnerError(
+            "algorithm.correction.rejections reject every token of a mini-batch, and loss.aggregation.at_least 0 "
+            "divides by what is left; widen their bounds, or set loss.aggregation.at_least: 1, under "
+            "which it gives no gradient"
+        )
+    return 1.0 / divisor
 
 
 class CriticSteps:
@@ -203,12 +209,16 @@ def positive_tokens_of(plan: Plan, minibatch: int) -> float:
 
 
 def counts_of(plan: Plan, minibatch: int) -> Counts:
-    """Of a mini-batch, over all ranks. Greedy rollouts are no trajectories of it."""
-    trained = [plan.num_trained_tokens[p] for p in plan.positions_in(minibatch)]
-    trained = [group[: len(group) - plan.num_greedy] for group in trained]
+    """Of a mini-batch, over all ranks. Greedy rollouts are no trajectories of it, nor are failed ones, which have no
+    reward."""
+    positions = plan.positions_in(minibatch)
+    trained, rewards = (
+        [of_groups[p][: len(of_groups[p]) - plan.num_greedy] for p in positions]
+        for of_groups in (plan.num_trained_tokens, plan.rewards)
+    )
     return Counts(
         tokens=float(sum(sum(group) for group in trained)),
-        trajectories=float(sum(len(group) for group in trained)),
+        trajectories=float(sum(reward is not None for group in rewards for reward in group)),
         trained_trajectories=float(sum(count > 0 for group in trained for count in group)),
         groups=float(sum(any(group) for group in trained)),
     )

@@ -52,7 +52,7 @@ def test_remax_compares_with_the_greedy_reward_and_does_not_count_it_as_a_trajec
                 of_tokens = of_tokens * kept_by_k3(before)
             share = AGGREGATED[mode](now, of_tokens)
             sampled = now.num_trajectories - int(now.group.max()) - 1
-            return share if mode == "token-mean" else share * now.num_trajectories / sampled
+            return share if mode == "token-mean" else share * now.num_scored / sampled
 
         expected = plain_training(
             flow.model_path, flow.halves, loss, advantages=advantages, num_epochs=2, lr=0.05
