@@ -178,8 +178,11 @@ def reference_logprobs(flow: Flow) -> list[Tensor]:
 
 
 def test_kl_in_the_loss_is_that_to_the_reference_model(flow: Flow):
-    # Mutations caught: log-probs of the policy's version 0; reference and learner exchanged.
-    found, _ = flow.train(SCENARIOS["kl_loss"], "pieces")
+    # Mutations caught: log-probs of the policy's version 0; reference and learner exchanged; the coefficient in verl's
+    # actor/kl_loss.
+    found, metrics = flow.train(SCENARIOS["kl_loss"], "pieces")
+    assert metrics["actor/kl_loss"] == pytest.approx(metrics["actor/kl"], rel=1e-5)  # a mean over tokens too
+    assert metrics["actor/kl"] > 1e-3
     references = {len(r): r for r in reference_logprobs(flow)}
 
     def loss(now: PlainBatch, before: PlainBatch, advantages: Tensor) -> Tensor:
