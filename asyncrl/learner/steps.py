@@ -188,12 +188,14 @@ def value_metrics(experience: Experience, models: RankModels) -> dict[str, float
     if columns.values is None or columns.returns is None:
         return {}
     sums = models.all_reduce(torch.stack(list(value_sums(columns.values, columns.returns))))
-    num_tokens = sums[0].clamp(min=1)
-    return {
-        "critic/vf_explained_var": float(explained_variance(ValueSums(*sums), epsilon=1e-5)),
-        "critic/returns/mean": float(sums[1] / num_tokens),
-        "critic/values/mean": float((sums[1] - sums[3]) / num_tokens),
+    num_tokens = float(sums[0].clamp(min=1))
+    means = {
+        "critic/returns/mean": float(sums[1]) / num_tokens,
+        "critic/values/mean": float(sums[1] - sums[3]) / num_tokens,
     }
+    if num_tokens < 2:  # no variance, and NaN is no JSON
+        return means
+    return means | {"critic/vf_explained_var": float(explained_variance(ValueSums(*sums), epsilon=1e-5))}
 
 
 def positive_tokens_of(plan: Plan, minibatch: int) -> float:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -35,6 +37,7 @@ from torch import Tensor
 from asyncrl.errors import LearnerError
 from asyncrl.learner import stages
 from asyncrl.learner.experience import receive_shard
+from asyncrl.learner.steps import value_metrics
 from asyncrl.types import TrajectoryGroup
 
 
@@ -287,3 +290,13 @@ def test_the_adaptive_coefficient_follows_the_kl_over_versions_and_a_fresh_refer
         error = min(max(penalty / 0.01 - 1, -0.2), 0.2)
         expected.append(expected[-1] * (1 + error * 12 / 100.0))
     assert coefficients == pytest.approx(expected)
+
+
+def test_one_token_has_no_variance_to_explain_and_no_nan_to_report():
+    # Mutation: divide by n - 1 all the same -> NaN in metrics.jsonl, which is no JSON.
+    columns = SimpleNamespace(values=torch.tensor([0.25]), returns=torch.tensor([1.0]))
+    found = value_metrics(
+        cast("Any", SimpleNamespace(columns=columns)),
+        cast("Any", SimpleNamespace(all_reduce=lambda sums: sums)),
+    )
+    assert found == {"critic/returns/mean": 1.0, "critic/values/mean": 0.25}
