@@ -345,6 +345,14 @@ def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str
             "algorithm.shaping.overlong.buffer_tokens 9 exceeds rollout.max_completion_tokens 8",
         ),
         (
+            ["algorithm=dapo", "algorithm.shaping.overlong.max_tokens=10"],
+            "algorithm.shaping.overlong.max_tokens 10 punishes answers of more than 8 tokens",
+        ),
+        (
+            ["algorithm.shaping={rescale: {}, truncated_factor: 0.5}"],
+            "algorithm.shaping.truncated_factor: 0.5 of a reward below 0",
+        ),
+        (
             ["algorithm.filter.between=[0.2, 0.8]"],
             "algorithm.filter.between: filter.keep all does not read it; set filter.keep: mean_between",
         ),
@@ -429,6 +437,8 @@ def test_options_that_contradict_each_other_are_refused_by_key(overrides: list[s
         ["algorithm=ppo", "algorithm.critic={shared: true, coef: 0.5}"],
         ["algorithm.reference.refresh_every=3", "algorithm.loss.kl={}"],
         ["algorithm=ppo", "algorithm.kl_reward={clip_reward: 5}"],
+        ["algorithm=dapo", "algorithm.shaping.overlong={max_tokens: 9, buffer_tokens: 2}"],
+        ["algorithm.shaping={rescale: {target: [0, 2]}, truncated_factor: 0.5}"],
         ["algorithm.kl_reward={type: adaptive, horizon: 25.7}"],
         ["algorithm.advantages={baseline: none, scale: std, epsilon_form: where_positive}"],
         ["algorithm.advantages={baseline_over: batch, scale_over: batch}"],

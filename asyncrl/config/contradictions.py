@@ -163,6 +163,12 @@ def _of_shaping(algorithm: AlgorithmConfig) -> Iterator[str]:
             "shaping: advantages of type gdpo read each reward before it; only `truncated` may be set, or use a reward "
             "of the length"
         )
+    rescale, factor = algorithm.shaping.rescale, algorithm.shaping.truncated_factor
+    if rescale is not None and rescale.target[0] < 0 and factor is not None and factor < 1:
+        yield (
+            f"shaping.truncated_factor: {factor} of a reward below 0, as shaping.rescale.target {rescale.target} makes "
+            "them, is a better one; rescale to rewards from 0 up, or leave one of them out"
+        )
 
 
 def _of_the_correction(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -148,11 +148,20 @@ class Config(Table):
 
     def _check_overlong(self) -> None:
         longest, overlong = self.rollout.max_completion_tokens, self.algorithm.shaping.overlong
-        buffer = 0 if overlong is None else overlong.buffer_tokens or 0
-        if overlong is not None and overlong.max_tokens is None and buffer > longest:
+        if overlong is None:
+            return
+        buffer = overlong.buffer_tokens or 0
+        if overlong.max_tokens is None and buffer > longest:
             raise ValueError(
                 f"algorithm.shaping.overlong.buffer_tokens {buffer} exceeds rollout.max_completion_tokens {longest}; "
                 "lower it, or set algorithm.shaping.overlong.max_tokens"
+            )
+        resolved = overlong.resolved(longest)
+        first = (resolved.max_tokens or 0) - (resolved.buffer_tokens or 0)
+        if first >= longest:
+            raise ValueError(
+                f"algorithm.shaping.overlong.max_tokens {resolved.max_tokens} punishes answers of more than {first} "
+                f"tokens, and rollout.max_completion_tokens is {longest}; lower it, or leave it out"
             )
 
     def _check_supervised(self) -> None:
