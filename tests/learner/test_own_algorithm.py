@@ -236,3 +236,18 @@ def test_a_loss_of_ones_own_is_not_asked_for_a_microbatch_without_tokens(folder:
     with one_rank(path, config_of("algorithm.loss.policy=mine.py:f"), folder / "store") as learner:
         metrics = learner.update(shard_of_minibatches(uneven_groups(), [[[[0, 1], [], [2, 3, 4]]]]))
     assert metrics["actor/grad_norm"] > 0
+
+
+def test_a_loss_that_writes_into_its_tokens_changes_no_later_step(folder: Path):
+    # Mutation: hand over views of the batch's columns -> the second epoch sees the halved advantages of the first.
+    path = write_model(folder / "model", "llama", tied=True)
+    found = []
+    for number, half in enumerate(("tokens.advantages * 0.5", "tokens.advantages.mul_(0.5)")):
+        file = folder / f"half{number}.py"
+        file.write_text(f"def f(tokens): return -{half} * tokens.learner_logprobs")
+        with one_rank(
+            path, config_of(f"algorithm.loss.policy={file}:f"), folder / f"store{number}"
+        ) as learner:
+            learner.update(shard_of_minibatches(uneven_groups(), [[[[0, 1], [2, 3, 4]]]], num_epochs=2))
+            found.append(weights(learner))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
