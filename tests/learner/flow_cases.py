@@ -296,6 +296,12 @@ SCENARIOS: dict[str, Scenario] = {
     "kl_reward-trajectory": Scenario(
         {"kl_reward": {"coef": 0.2}, "advantages": {"type": "grpo", "kl_credit": "trajectory"}}
     ),
+    "kl_reward-trajectory-batch": Scenario(  # a deviation over all ranks' trajectories
+        {
+            "kl_reward": {"coef": 0.2},
+            "advantages": {"type": "grpo", "kl_credit": "trajectory", "scale_over": "batch"},
+        }
+    ),
     "kl_reward-whiten": Scenario({"type": "reinforce_pp", "kl_reward": {"coef": 0.2, "clip_reward": 0.8}}),
     "ppo-critic": Scenario({"type": "ppo", "critic": {"lr": 0.05, "epochs": 3}}),
     "ppo-shared": Scenario({"type": "ppo", "critic": {"shared": True, "coef": 0.5}}),

@@ -217,7 +217,8 @@ def test_kl_in_the_reward_lowers_the_rewards_to_go(flow: Flow):
 
 def test_kl_of_a_trajectory_lowers_its_reward_before_the_group_is_compared(flow: Flow):
     # Mutations caught: subtracted after the division by the deviation, as `to_go` does; the mean of a trajectory in
-    # place of its sum; one rank's trajectories alone (test_flow.py).
+    # place of its sum; one rank's trajectories alone (kl_reward-trajectory-batch in
+    # test_flow.py).
     found, _ = flow.train(SCENARIOS["kl_reward-trajectory"], "pieces")
     references = {len(r): r for r in reference_logprobs(flow)}
 
