@@ -214,10 +214,9 @@ def counts_of(plan: Plan, minibatch: int) -> Counts:
     """Of a mini-batch, over all ranks. Greedy rollouts are no trajectories of it, nor are failed ones, which have no
     reward."""
     positions = plan.positions_in(minibatch)
-    trained, rewards = (
-        [of_groups[p][: len(of_groups[p]) - plan.num_greedy] for p in positions]
-        for of_groups in (plan.num_trained_tokens, plan.rewards)
-    )
+    num_sampled = [len(plan.rewards[p]) - plan.num_greedy for p in positions]
+    trained = [plan.num_trained_tokens[p][:n] for p, n in zip(positions, num_sampled, strict=True)]
+    rewards = [plan.rewards[p][:n] for p, n in zip(positions, num_sampled, strict=True)]
     return Counts(
         tokens=float(sum(sum(group) for group in trained)),
         trajectories=float(sum(reward is not None for group in rewards for reward in group)),
