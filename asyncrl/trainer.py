@@ -34,6 +34,7 @@ from blake3 import blake3
 
 from asyncrl.cache import cache_folder
 from asyncrl.config import Config, load_config, validate_config
+from asyncrl.config.recipes import Recipe
 from asyncrl.envs.rows import shape_row
 from asyncrl.errors import ConfigError, DataError
 
@@ -209,6 +210,10 @@ def _named(value: Any) -> Any:
         return {key: _named(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_named(item) for item in value]
+    if isinstance(value, Recipe):
+        raise ConfigError(
+            "algorithm is a Recipe, which other processes have to import; name it: algorithm='path/to/file.py:NAME'"
+        )
     return _name_of(value, "algorithm") if callable(value) else value
 
 

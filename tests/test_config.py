@@ -221,6 +221,12 @@ def test_a_text_that_looks_like_a_number_or_a_date_stays_that_text(tmp_path: Pat
         ),
         ("algorithm.loss.policy.clip_high='0.3'", ["clip_high: '0.3' is a text; write the number without"]),
         ("resources.cores=3", ["resources.cores: 3"]),
+        (
+            "algorithm.stages=[score, reference, advantage, kl_reward, correct, loss, update]",
+            ["'advantage' reads what 'kl_reward' leaves and stands before it; swap them"],
+        ),
+        ("algorithm.loss.policy={type: cispo, ratio_min: 6}", ["ratio_min 6.0 is above ratio_max 5.0"]),
+        ("algorithm.loss.policy={type: clip_cov, lowest: 5}", ["lowest 5.0 is not below highest 5.0"]),
         ("algorithm.loss.policy={type: custom, function: mine}", ["policy.function: 'mine'", "module:NAME"]),
         ("algorithm.preset=trll", ["algorithm.preset: 'trll' (did you mean 'trl'?)", "'verl'"]),
         ("algorithm.filter={keep: mean_between, between: [1, 0]}", ["algorithm.filter: between (1.0, 0.0)"]),
@@ -338,6 +344,80 @@ def test_a_mistake_names_the_key_the_value_and_what_would_be_right(override: str
             ["algorithm=dapo", "algorithm.shaping.overlong.buffer_tokens=9"],
             "algorithm.shaping.overlong.buffer_tokens 9 exceeds rollout.max_completion_tokens 8",
         ),
+        (
+            ["algorithm=dapo", "algorithm.shaping.overlong.max_tokens=10"],
+            "algorithm.shaping.overlong.max_tokens 10 punishes answers of more than 8 tokens",
+        ),
+        (
+            ["algorithm.shaping={rescale: {}, truncated_factor: 0.5}"],
+            "algorithm.shaping.truncated_factor: 0.5 of a reward below 0",
+        ),
+        (
+            ["algorithm.filter.between=[0.2, 0.8]"],
+            "algorithm.filter.between: filter.keep all does not read it; set filter.keep: mean_between",
+        ),
+        (
+            ["algorithm.filter={keep: mean_between, tolerance: 0.1}"],
+            "algorithm.filter.tolerance: filter.keep mean_between does not read it; set filter.keep: spread",
+        ),
+        (["algorithm.filter.metric=exact_match"], "algorithm.filter.metric: filter.keep all does not read"),
+        (["algorithm.kl_reward={target: 0.05}"], "algorithm.kl_reward.target: a fixed coefficient has none"),
+        (
+            ["algorithm.kl_reward={type: adaptive, horizon: 25.6}"],
+            "algorithm.kl_reward.horizon 25.6: a batch of 128 trajectories could make the coefficient 0",
+        ),
+        (
+            ["algorithm.loss.aggregation.length=100"],
+            "algorithm.loss.aggregation.length: token-mean does not read it",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.critic.loss.aggregation.length=100"],
+            "algorithm.critic.loss.aggregation.length: token-mean does not read it",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.critic.loss.huber_delta=1.0"],
+            "algorithm.critic.loss.huber_delta: a squared error has none",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.critic.warmup_versions=60"],
+            "algorithm.critic.warmup_versions 60 leaves none of learner.max_versions 60",
+        ),
+        (
+            ["algorithm.kl_reward={}", "algorithm.advantages={kl_credit: own_token, gamma: 0.9}"],
+            "algorithm.advantages.gamma: 0.9 moves credit from token to token",
+        ),
+        (
+            ["algorithm.advantages={kl_credit: own_token, gaps: cut}"],
+            "algorithm.advantages.gaps: cut moves credit from token to token",
+        ),
+        (
+            ["algorithm.advantages={baseline: none, scale: std}"],
+            "algorithm.advantages.baseline: with none a deviation can be 0",
+        ),
+        (
+            ["algorithm=remax", "algorithm.advantages.scale=std"],
+            "algorithm.advantages.baseline: with greedy a deviation can be 0",
+        ),
+        (
+            ["algorithm.advantages={baseline_over: batch}"],
+            "algorithm.advantages.baseline_over: with batch and scale_over group a deviation can be 0",
+        ),
+        (
+            ["algorithm.advantages={deviation: leave_one_out}"],
+            "algorithm.advantages.deviation: with leave_one_out a deviation can be 0",
+        ),
+        (
+            ["algorithm.advantages={type: gdpo, deviation: leave_one_out}"],
+            "algorithm.advantages.deviation: with leave_one_out a deviation can be 0",
+        ),
+        (
+            ["algorithm.stages=[score, advantage, loss, update]"],
+            "algorithm.correction: the stages of 'grpo' lack 'correct'; add it, or set correction",
+        ),
+        (
+            ["algorithm=remax", "rollout={max_groups_in_flight: 16, group_size: 8}"],
+            "rollout.max_groups_in_flight 16 x group_size 8 (+ 1 greedy) exceeds rollout.max_num_seqs 128",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -357,12 +437,64 @@ def test_options_that_contradict_each_other_are_refused_by_key(overrides: list[s
         ["algorithm=ppo", "algorithm.critic={shared: true, coef: 0.5}"],
         ["algorithm.reference.refresh_every=3", "algorithm.loss.kl={}"],
         ["algorithm=ppo", "algorithm.kl_reward={clip_reward: 5}"],
+        ["algorithm=dapo", "algorithm.shaping.overlong={max_tokens: 9, buffer_tokens: 2}"],
+        ["algorithm.shaping={rescale: {target: [0, 2]}, truncated_factor: 0.5}"],
+        ["algorithm.kl_reward={type: adaptive, horizon: 25.7}"],
+        ["algorithm.advantages={baseline: none, scale: std, epsilon_form: where_positive}"],
+        ["algorithm.advantages={baseline_over: batch, scale_over: batch}"],
+        ["algorithm.advantages={scale_over: batch}"],
+        ["algorithm.stages=[score, advantage, loss, update]", "algorithm.correction.weight=null"],
+        ["rollout={max_groups_in_flight: 16, group_size: 8}"],
     ],
     ids=" ".join,
 )
 def test_options_that_only_look_like_a_contradiction_are_taken(overrides: list[str]):
     # Mutation: refuse every weight under bypass.
     load_config(None, overrides)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ("{'stages': ()}", r"is a dict; name a Recipe"),
+        ("Recipe('grpo')", r"has the stages 'grpo'; write a tuple of names"),
+        (
+            "Recipe(('score', print, 'loss'))",
+            r"has the stages .*; write a tuple of names, your own as module:attr",
+        ),
+        ("Recipe(options=None)", r"has the options None; write a dict"),
+        (
+            "Recipe(options={'type': 'ppo'})",
+            r"write a dict of the tables of `algorithm`, without type and stages",
+        ),
+        ("Recipe(options={'loss': {'policy': print}})", r"no plain data .*; name a function as module:attr"),
+        ("Recipe(options={'los': {}})", r"^algorithm\.los: unknown key; did you mean algorithm\.loss\?"),
+        (
+            "Recipe(options={'advantages': {'epsilon': 'x'}})",
+            r"^algorithm\.advantages\.epsilon: 'x': Input should",
+        ),
+        (
+            "Recipe(('score', 'advantage', 'loss', 'update'))",
+            r"^algorithm\.correction: the stages of .* lack 'corr",
+        ),
+    ],
+)
+def test_a_mistake_in_a_recipe_of_ones_own_is_said_by_its_key(recipe: str, says: str, tmp_path: Path):
+    # Mutations: look for the key in the user's tree alone -> "algorithm: unknown key"; let pydantic find the function.
+    file = tmp_path / "mine.py"
+    file.write_text(f"from asyncrl.config.recipes import Recipe\nrecipe = {recipe}\n")
+    with pytest.raises(ConfigError, match=says):
+        load_config(None, [f"algorithm={file}:recipe"])
+
+
+def test_a_constant_length_left_to_the_rollout_is_resolved_for_the_policy_and_for_a_critic():
+    # Mutation: resolve the policy's alone -> the critic's first step ends the run.
+    mode = "seq-mean-token-sum-norm"
+    overrides = [f"algorithm.loss.aggregation.mode={mode}", f"algorithm.critic.loss.aggregation.mode={mode}"]
+    config = load_config(None, ["algorithm=ppo", "rollout.max_completion_tokens=12", *overrides])
+    resolved = config.resolved_algorithm
+    assert resolved.critic is not None
+    assert resolved.loss.aggregation.length == resolved.critic.loss.aggregation.length == 12.0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -21,7 +21,7 @@ from asyncrl import ConfigError, Trainer
 from asyncrl.config import Config, load_config
 from asyncrl.config.advantages import CustomAdvantages, OutcomeAdvantages
 from asyncrl.config.losses import CustomLoss
-from asyncrl.config.recipes import RECIPES
+from asyncrl.config.recipes import RECIPES, Recipe
 from asyncrl.errors import DataError
 from asyncrl.launch import model_facts
 from asyncrl.launch import run as run_module
@@ -274,6 +274,10 @@ def test_functions_of_the_script_become_names_that_the_learner_imports():
     assert isinstance(algorithm.advantages, CustomAdvantages)
     assert algorithm.loss.policy.function == f"{file}:own_loss"
     assert algorithm.advantages.function == f"{file}:own_advantages"
+    with pytest.raises(
+        ConfigError, match=r"is a Recipe, which other .*name it: algorithm='path/to/file.py:NAME'"
+    ):
+        Trainer(algorithm=Recipe())
     with pytest.raises(ConfigError, match=r"algorithm: .*<lambda>.* is not a function at the top of a file"):
         Trainer(algorithm={"loss": {"policy": lambda tokens: tokens}})
 

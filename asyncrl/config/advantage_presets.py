@@ -45,13 +45,16 @@ POPULATION_FLOOR: Options = {"deviation": "population", "epsilon_in": "variance_
 
 PEERS: dict[str, dict[str, Options]] = {
     "verl": {
-        "outcome": {"group_of_one": "reward"},
+        "outcome": {"group_of_one": "reward", "kl_credit": "trajectory"},
+        "remax": {"kl_credit": "to_go"},
+        "reinforce_plus_plus": {"kl_credit": "to_go"},
         "gdpo": {"group_of_one": "reward"},
         "otb": {"zero_tail": True},
     },
     "skyrl": {
-        "outcome": {"group_of_one": "reward", "gaps": "cut"},
+        "outcome": {"group_of_one": "reward", "gaps": "cut", "kl_credit": "trajectory"},
         "rloo": {"group_of_one": "zero"},
+        "reinforce_plus_plus": {"kl_credit": "to_go"},
     },
     "openrlhf": {
         "outcome": {"epsilon": 1e-9, "gaps": "discount"},
@@ -78,7 +81,7 @@ PEERS: dict[str, dict[str, Options]] = {
         "gae": {"lam": 0.95},
     },
     "trl": {
-        "outcome": {"epsilon": 1e-4, "whiten_over": "trajectories"},
+        "outcome": {"epsilon": 1e-4, "whiten_over": "trajectories", "kl_credit": "trajectory"},
         "gdpo": {
             "epsilon": 1e-4,
             "whiten": {"epsilon": 1e-4, "epsilon_in": "std"},

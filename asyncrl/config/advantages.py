@@ -82,8 +82,9 @@ class OutcomeAdvantages(Whitened):
     """Discount a token towards the end of the answer."""
     gaps: Literal["carry", "discount", "cut"] = "carry"
     """Tokens that do not train, between two that do: cost nothing, cost gamma each, or stop the credit."""
-    kl_credit: Literal["to_go", "own_token"] = "to_go"
-    """With KL in the reward: a token answers for its own penalty and the later ones, or for its own."""
+    kl_credit: Literal["to_go", "own_token", "trajectory"] = "to_go"
+    """With KL in the reward: a token answers for its own penalty and the later ones, or for its own, after baseline and
+    scale; or the sum over the trajectory is subtracted from its reward, before them."""
 
 
 class PassAtKAdvantages(Table):

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from asyncrl.config.advantage_presets import Peer
 from asyncrl.config.advantages import (
     AdvantagesConfig,
+    ComponentAdvantages,
     CustomAdvantages,
     GaeAdvantages,
     OutcomeAdvantages,
@@ -26,7 +27,7 @@ from asyncrl.config.contradictions import contradictions
 from asyncrl.config.correction_presets import CORRECTION_PRESETS
 from asyncrl.config.corrections import OffPolicyCorrection
 from asyncrl.config.loss_presets import PEERS, VALUE_PEERS, policy_options
-from asyncrl.config.losses import KlControllerConfig, LossConfig, ValueLossConfig
+from asyncrl.config.losses import CrossEntropyLoss, KlControllerConfig, LossConfig, ValueLossConfig
 from asyncrl.config.recipes import check_stages, find_recipe, merged
 from asyncrl.config.shaping import FilterConfig, ShapingConfig
 from asyncrl.config.table import Positive, Table
@@ -136,6 +137,13 @@ class AlgorithmConfig(Table):
         if isinstance(advantages, OutcomeAdvantages):
             return advantages.baseline not in ("greedy", "none") and advantages.baseline_over == "group"
         return not isinstance(advantages, GaeAdvantages | CustomAdvantages)
+
+    @property
+    def learns_nothing_from_equal_rewards(self) -> bool:
+        """Whether a batch teaches nothing whose groups have equal rewards each, regularisers aside."""
+        reads_more = isinstance(self.advantages, ComponentAdvantages) or self.kl_reward is not None
+        is_supervised = isinstance(self.loss.policy, CrossEntropyLoss) or self.loss.ptx.positive_coef > 0
+        return self.compares_within_groups and not reads_more and not is_supervised
 
     @property
     def needs_reference(self) -> bool:

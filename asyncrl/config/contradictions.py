@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config.advantages import (
     ComponentAdvantages,
     GaeAdvantages,
+    OutcomeAdvantages,
     PassAtKAdvantages,
     TokenBaselineAdvantages,
 )
@@ -31,6 +32,8 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     """`key: what is wrong; what to do`, keys counted from `algorithm`."""
     yield from _of_the_critic(algorithm)
     yield from _of_stages(algorithm)
+    yield from _of_the_filter(algorithm)
+    yield from _of_the_advantages(algorithm)
     yield from _of_the_reference(algorithm)
     yield from _of_shaping(algorithm)
     yield from _of_the_correction(algorithm)
@@ -59,6 +62,55 @@ def _of_stages(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"correction: the stages of {algorithm.type!r} lack 'correct'; add it, or set correction: {{weight: null}} "
             "without rejections"
         )
+
+
+def _of_the_filter(algorithm: AlgorithmConfig) -> Iterator[str]:
+    filters = algorithm.filter
+    for key, readers in {
+        "metric": ("mean_between", "spread"),
+        "tolerance": ("spread",),
+        "measure": ("spread",),
+        "group_of_one": ("spread",),
+        "between": ("mean_between",),
+    }.items():
+        if filters.keep not in readers and getattr(filters, key) != type(filters).model_fields[key].default:
+            yield (
+                f"filter.{key}: filter.keep {filters.keep} does not read it; set filter.keep: {readers[-1]}, or leave "
+                "it out"
+            )
+
+
+def _of_the_advantages(algorithm: AlgorithmConfig) -> Iterator[str]:
+    advantages = algorithm.advantages
+    if not isinstance(advantages, OutcomeAdvantages | ComponentAdvantages):
+        return
+    if advantages.scale == "std" and advantages.epsilon_form != "where_positive":
+        for key, value in _of_a_deviation_of_zero(advantages):
+            yield (
+                f"advantages.{key}: with {value} a deviation can be 0 where the reward differs from the baseline, and "
+                "the advantage would be divided by epsilon alone; set advantages.epsilon_form: where_positive, or "
+                "advantages.scale: none"
+            )
+    if isinstance(advantages, OutcomeAdvantages) and advantages.kl_credit == "own_token":
+        for key, unread in (("gamma", advantages.gamma != 1), ("gaps", advantages.gaps == "cut")):
+            if unread:
+                yield (
+                    f"advantages.{key}: {getattr(advantages, key)} moves credit from token to token, which "
+                    "advantages.kl_credit own_token leaves where it is; leave one of them out"
+                )
+
+
+def _of_a_deviation_of_zero(
+    advantages: OutcomeAdvantages | ComponentAdvantages,
+) -> Iterator[tuple[str, str]]:
+    """(key, value) that let the deviation vanish under a difference that does not."""
+    if advantages.deviation == "leave_one_out":
+        yield "deviation", "leave_one_out"
+    if isinstance(advantages, OutcomeAdvantages):
+        if advantages.baseline in ("none", "greedy"):
+            yield "baseline", advantages.baseline
+        elif (advantages.baseline_over, advantages.scale_over) == ("batch", "group"):
+            yield "baseline_over", "batch and scale_over group"
 
 
 def _of_the_critic(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -97,6 +149,9 @@ def _of_the_reference(algorithm: AlgorithmConfig) -> Iterator[str]:
                 yield f"reference.{key}: nothing reads a reference model; set loss.kl or kl_reward, or leave it out"
     if kl_reward is None:
         return
+    for key in ("target", "horizon"):
+        if kl_reward.type == "fixed" and getattr(kl_reward, key) != type(kl_reward).model_fields[key].default:
+            yield f"kl_reward.{key}: a fixed coefficient has none; set kl_reward.type: adaptive, or leave it out"
     if isinstance(advantages, ComponentAdvantages | PassAtKAdvantages):
         yield f"kl_reward: advantages of type {advantages.type} have no place for it; set loss.kl instead"
 
@@ -107,6 +162,12 @@ def _of_shaping(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             "shaping: advantages of type gdpo read each reward before it; only `truncated` may be set, or use a reward "
             "of the length"
+        )
+    rescale, factor = algorithm.shaping.rescale, algorithm.shaping.truncated_factor
+    if rescale is not None and rescale.target[0] < 0 and factor is not None and factor < 1:
+        yield (
+            f"shaping.truncated_factor: {factor} of a reward below 0, as shaping.rescale.target {rescale.target} makes "
+            "them, is a better one; rescale to rewards from 0 up, or leave one of them out"
         )
 
 
@@ -143,5 +204,15 @@ def _of_the_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
             "loss.ptx.positive_coef: its count is known before the correction, and that of correction.denominator kept "
             "only afterwards; set correction.denominator: all"
         )
+    tables = {"loss.aggregation": loss.aggregation}
+    if algorithm.critic is not None:
+        tables["critic.loss.aggregation"] = algorithm.critic.loss.aggregation
+        if algorithm.critic.loss.error == "squared" and algorithm.critic.loss.huber_delta != 10.0:
+            yield "critic.loss.huber_delta: a squared error has none; set critic.loss.error: huber, or leave it out"
+    for key, table in tables.items():
+        if table.length is not None and table.mode != "seq-mean-token-sum-norm":
+            yield (
+                f"{key}.length: {table.mode} does not read it; set {key}.mode: seq-mean-token-sum-norm, or leave it out"
+            )
     if loss.top_entropy_share is not None and isinstance(loss.policy, ClipCovLoss | KlCovLoss):
         yield f"loss.top_entropy_share: {loss.policy.type} selects tokens itself; use another one, or leave it out"

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -79,6 +79,12 @@ class CispoLoss(RatioOptions):
     outside: Literal["clip", "zero"] = "clip"
     """A ratio out of bounds is cut to them, or its token left out."""
 
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.ratio_min > self.ratio_max:
+            raise ValueError(f"ratio_min {self.ratio_min} is above ratio_max {self.ratio_max}; lower it")
+        return self
+
 
 class SapoLoss(RatioOptions):
     """SAPO (arXiv:2511.20347): -(4 / tau) sigmoid(tau (r - 1)) A."""
@@ -124,6 +130,14 @@ class ClipCovLoss(PpoLoss):
     """Tokens are drawn from those with a covariance between lowest and highest."""
     highest: float = 5.0
     """See lowest."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.lowest >= self.highest:
+            raise ValueError(
+                f"lowest {self.lowest} is not below highest {self.highest}; no token lies between them"
+            )
+        return self
 
 
 class KlCovLoss(RatioOptions):

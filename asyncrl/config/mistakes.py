@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from asyncrl.config.recipes import find_recipe, merged
 from asyncrl.config.renames import ABSENT, RENAMES, VALUES
 from asyncrl.config.table import all_keys, nested_tables
 from asyncrl.config.tree import Config
@@ -19,6 +20,7 @@ from asyncrl.user_code import did_you_mean
 def explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
     """One line a mistake: key, value, what is wrong, and what the key means where pydantic only names a type."""
     items = error.errors()
+    tree = _with_recipe(tree)
     for item in items:
         path = _key_path(item["loc"], tree)
         message = item["msg"].removeprefix("Value error, ")
@@ -77,6 +79,18 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _with_recipe(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with the options of its recipe, in which a mistake may lie too."""
+    algorithm = tree.get("algorithm")
+    table = {"type": algorithm} if isinstance(algorithm, str) else algorithm
+    if not isinstance(table, dict) or not isinstance(name := table.get("type"), str):
+        return tree
+    try:
+        return {**tree, "algorithm": merged(find_recipe(name).options, table)}
+    except ValueError:  # there is none: that is the mistake
+        return tree
 
 
 def _names_key(path: str, message: str) -> bool:

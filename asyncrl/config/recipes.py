@@ -1,14 +1,16 @@
 """The built-in recipes: which stages a batch goes through, in order, and their options.
 
-Read a recipe downwards. `filter`, `shape` and `shuffle` run in the coordinator, a group at a time or on the plan; all
-others run on the learner ranks (learner/stages.py), those up to `whiten` once a batch, the rest once a mini-batch.
-A stage whose options ask for nothing (no reference model, no KL) costs nothing.
+Read a recipe downwards. `filter`, `shape` and `shuffle` run in the coordinator, a group at a time or on the plan. All
+others run on the learner ranks: those before `loss` once a batch, in this order (learner/stages.py), then `loss`,
+`update` and `critic` once a mini-batch (learner/steps.py). A stage whose options ask for nothing (no reference model,
+no KL) costs nothing.
 
 Your own: `algorithm: my_module:my_recipe` names a Recipe; `algorithm.stages` takes `my_module:my_stage`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,8 @@ class Stage:
     does: str
     needs: tuple[str, ...] = ()
     """Stages that must stand before it, where the recipe has them at all or not."""
+    after: tuple[str, ...] = ()
+    """Stages that must stand before it where the recipe has them: it reads what they leave."""
 
 
 STAGES: dict[str, Stage] = {
@@ -37,13 +41,11 @@ STAGES: dict[str, Stage] = {
     "reference": Stage("log-probs of the frozen reference model"),
     "values": Stage("the critic's value of every token"),
     "kl_reward": Stage("subtracts the KL from the rewards", needs=("score", "reference")),
-    "advantage": Stage("rewards, and values, to one advantage a token"),
+    "advantage": Stage("rewards, and values, to one advantage a token", after=("values", "kl_reward")),
     "whiten": Stage("advantages to mean 0 and deviation 1", needs=("advantage",)),
-    # the ranks, once a mini-batch
     "correct": Stage("off-policy correction: weights and rejected tokens", needs=("score", "advantage")),
-    "select": Stage(
-        "tokens that the loss chooses once a mini-batch (kl_cov, top entropy)", needs=("score", "advantage")
-    ),
+    "select": Stage("tokens that the loss chooses (kl_cov, top entropy)", needs=("score", "advantage")),
+    # the ranks, once a mini-batch
     "loss": Stage("policy loss, KL, entropy, supervised tokens", needs=("score", "advantage")),
     "critic": Stage("value loss, and the critic's step", needs=("values", "advantage")),
     "update": Stage("the optimizer's step", needs=("loss",)),
@@ -142,7 +144,27 @@ def find_recipe(name: str) -> Recipe:
     found = import_attribute(name, "recipe")
     if not isinstance(found, Recipe):
         raise ValueError(f"{name!r} is a {type(found).__name__}; name a Recipe of asyncrl.config.recipes")
+    _check_own(name, found)
     return found
+
+
+def _check_own(name: str, recipe: Recipe) -> None:
+    """Raises ValueError for what no YAML could say of `algorithm`: other processes read it from there."""
+    if not isinstance(recipe.stages, tuple | list) or not all(isinstance(s, str) for s in recipe.stages):
+        raise ValueError(
+            f"{name!r} has the stages {recipe.stages!r}; write a tuple of names, your own as module:attr"
+        )
+    if not isinstance(recipe.options, dict) or {"type", "stages"} & set(recipe.options):
+        raise ValueError(
+            f"{name!r} has the options {recipe.options!r}; write a dict of the tables of `algorithm`, without type and "
+            "stages"
+        )
+    try:
+        json.dumps(recipe.options)
+    except TypeError as error:
+        raise ValueError(
+            f"{name!r} has options that are no plain data ({error}); name a function as module:attr"
+        ) from error
 
 
 def check_stages(stages: Sequence[str]) -> None:
@@ -161,6 +183,9 @@ def check_stages(stages: Sequence[str]) -> None:
         for needed in STAGES[name].needs:
             if needed not in stages[:position]:
                 raise ValueError(f"stage {name!r} needs {needed!r} before it; put it there")
+        for read in STAGES[name].after:
+            if read in stages[position:]:
+                raise ValueError(f"stage {name!r} reads what {read!r} leaves and stands before it; swap them")
     for last in ("loss", "update"):
         if last not in stages:
             raise ValueError(f"a recipe needs the stage {last!r}; add it")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.advantages import OutcomeAdvantages
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import CheckpointConfig, LearnerConfig
+from asyncrl.config.losses import LossConfig, ValueLossConfig
 from asyncrl.config.reward import RewardConfig
 from asyncrl.config.rollout import DataConfig, EvalConfig, RolloutConfig
 from asyncrl.config.system import (
@@ -19,6 +20,8 @@ from asyncrl.config.system import (
     WeightSyncConfig,
 )
 from asyncrl.config.table import Table, not_built, tables_by_name
+
+Loss = TypeVar("Loss", LossConfig, ValueLossConfig)
 
 
 class Config(Table):
@@ -80,6 +83,8 @@ class Config(Table):
     def _combinations(self) -> Config:
         self._check_group_size()
         self._check_overlong()
+        self._check_kl_horizon()
+        self._check_critic_warmup()
         if self.learner.lora is not None and self.algorithm.reference.refresh_every:
             raise ValueError(
                 f"algorithm.reference.refresh_every {self.algorithm.reference.refresh_every}: with learner.lora the "
@@ -98,9 +103,10 @@ class Config(Table):
         self._check_evaluation()
         self._check_supervised()
         in_flight = self.rollout.max_groups_in_flight
-        if in_flight != "auto" and in_flight * self.rollout.group_size > self.rollout.max_num_seqs:
+        if in_flight != "auto" and in_flight * self.rollouts_per_group > self.rollout.max_num_seqs:
+            greedy = f" (+ {self.num_greedy} greedy)" if self.num_greedy else ""
             raise ValueError(
-                f"rollout.max_groups_in_flight {in_flight} x group_size {self.rollout.group_size} exceeds "
+                f"rollout.max_groups_in_flight {in_flight} x group_size {self.rollout.group_size}{greedy} exceeds "
                 f"rollout.max_num_seqs {self.rollout.max_num_seqs}; requests would wait inside vLLM"
             )
         return self
@@ -120,13 +126,13 @@ class Config(Table):
     def resolved_algorithm(self) -> AlgorithmConfig:
         """`algorithm`, with the lengths that it leaves to the rollout."""
         algorithm, longest = self.algorithm, self.rollout.max_completion_tokens
-        loss, shaping = algorithm.loss, algorithm.shaping
-        if loss.aggregation.length is None:
-            aggregation = loss.aggregation.model_copy(update={"length": float(longest)})
-            loss = loss.model_copy(update={"aggregation": aggregation})
+        shaping, critic = algorithm.shaping, algorithm.critic
         if shaping.overlong is not None:
             shaping = shaping.model_copy(update={"overlong": shaping.overlong.resolved(longest)})
-        return algorithm.model_copy(update={"loss": loss, "shaping": shaping})
+        if critic is not None:
+            critic = critic.model_copy(update={"loss": _with_length(critic.loss, longest)})
+        loss = _with_length(algorithm.loss, longest)
+        return algorithm.model_copy(update={"loss": loss, "shaping": shaping, "critic": critic})
 
     def _check_group_size(self) -> None:
         if self.rollout.group_size < 2 and self.algorithm.compares_within_groups:
@@ -142,11 +148,20 @@ class Config(Table):
 
     def _check_overlong(self) -> None:
         longest, overlong = self.rollout.max_completion_tokens, self.algorithm.shaping.overlong
-        buffer = 0 if overlong is None else overlong.buffer_tokens or 0
-        if overlong is not None and overlong.max_tokens is None and buffer > longest:
+        if overlong is None:
+            return
+        buffer = overlong.buffer_tokens or 0
+        if overlong.max_tokens is None and buffer > longest:
             raise ValueError(
                 f"algorithm.shaping.overlong.buffer_tokens {buffer} exceeds rollout.max_completion_tokens {longest}; "
                 "lower it, or set algorithm.shaping.overlong.max_tokens"
+            )
+        resolved = overlong.resolved(longest)
+        first = (resolved.max_tokens or 0) - (resolved.buffer_tokens or 0)
+        if first >= longest:
+            raise ValueError(
+                f"algorithm.shaping.overlong.max_tokens {resolved.max_tokens} punishes answers of more than {first} "
+                f"tokens, and rollout.max_completion_tokens is {longest}; lower it, or leave it out"
             )
 
     def _check_supervised(self) -> None:
@@ -168,6 +183,26 @@ class Config(Table):
                 "leave it out"
             )
 
+    def _check_kl_horizon(self) -> None:
+        """A batch must not turn the sign of the coefficient, which a KL below its target lowers by at most a fifth a
+        horizon."""
+        kl_reward = self.algorithm.kl_reward
+        num_trajectories = self.learner.prompts_per_batch * self.rollout.group_size
+        if kl_reward is None or kl_reward.type == "fixed" or kl_reward.horizon > num_trajectories / 5:
+            return
+        raise ValueError(
+            f"algorithm.kl_reward.horizon {kl_reward.horizon:g}: a batch of {num_trajectories} trajectories could make "
+            f"the coefficient 0 or negative; set more than {num_trajectories / 5:g}"
+        )
+
+    def _check_critic_warmup(self) -> None:
+        critic, num_versions = self.algorithm.critic, self.learner.max_versions
+        if critic is not None and critic.warmup_versions >= num_versions:
+            raise ValueError(
+                f"algorithm.critic.warmup_versions {critic.warmup_versions} leaves none of learner.max_versions "
+                f"{num_versions} to the policy; lower it"
+            )
+
     def _check_evaluation(self) -> None:
         every = self.eval.every
         if every and not self.data.eval:
@@ -177,3 +212,11 @@ class Config(Table):
                 f"eval.num_samples {self.eval.num_samples} at eval.temperature 0 gives the same completion so often; "
                 "use 1 sample, or a temperature above 0"
             )
+
+
+def _with_length(loss: Loss, longest: int) -> Loss:
+    """With a number in place of null."""
+    if loss.aggregation.length is not None:
+        return loss
+    aggregation = loss.aggregation.model_copy(update={"length": float(longest)})
+    return loss.model_copy(update={"aggregation": aggregation})

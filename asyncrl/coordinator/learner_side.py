@@ -65,7 +65,7 @@ class LearnerSide:
         self._hidden_size = hidden_size
         algorithm = config.algorithm
         self._shuffles = "shuffle" in algorithm.stages
-        self._compares_within_groups = algorithm.compares_within_groups
+        self._learns_nothing_from_equal_rewards = algorithm.learns_nothing_from_equal_rewards
         reads_components = isinstance(algorithm.advantages, ComponentAdvantages)
         self._components = reward_labels([r.name for r in config.reward]) if reads_components else []
         self._formed: dict[int, tuple[dict[str, float], list[TrajectoryGroup]]] = {}
@@ -241,7 +241,8 @@ class LearnerSide:
             num_greedy=self._config.num_greedy,
         )
         metrics = batch_metrics(plan, masked)
-        if self._compares_within_groups and metrics["rollout/equal_reward_groups"] == len(groups):
+        are_equal = metrics["rollout/equal_reward_groups"] == len(groups)
+        if are_equal and self._learns_nothing_from_equal_rewards:
             self._count_useless_batch(index)
         self._formed[index] = metrics, groups
         for rank, peer in self.ranks.items():

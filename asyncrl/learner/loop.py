@@ -146,11 +146,14 @@ class LearnerLoop:
         dist.barrier()
 
     def _utilisation(self, shard: Shard, metrics: dict[str, float]) -> dict[str, float]:
-        """perf/mfu/actor of this rank, on a device whose peak is known."""
+        """perf/mfu/actor of this rank, on a device whose peak is known, of a version that took all of its steps."""
         update_s = metrics.get("timing_s/update_actor", 0.0)
-        if self._peak_flops_per_s is None or not update_s:
+        if self._peak_flops_per_s is None or not update_s or metrics.get("actor/early_stopped"):
             return {}
-        lengths = [len(g.prompt_ids) + len(t) for g in shard.groups for t in g.trajectories]
+        trained = [
+            (g, t) for g in shard.groups for t in g.trajectories if t.loss_mask.any()
+        ]  # others are not packed
+        lengths = [len(g.prompt_ids) + len(t) for g, t in trained]
         flops = self._model_flops.count(lengths) * shard.plan.num_epochs
         flops /= self._config.learner.tensor_parallel_size  # the ranks of a tensor group share them
         return {"perf/mfu/actor": flops / update_s / self._peak_flops_per_s}

@@ -116,8 +116,9 @@ def _report(
     totals: Totals,
     max_staleness: int,
 ) -> None:
-    for name, part in found.parts.items():
-        totals.add_share(PARTS.get(name, f"actor/{name}_loss"), part)
+    shares = found.parts if found.kl is None else found.parts | {"kl": found.kl}  # verl's has no coefficient
+    for name, share in shares.items():
+        totals.add_share(PARTS.get(name, f"actor/{name}_loss"), share)
     for name, of_token in found.diagnostics.items():
         totals.add_mean(f"actor/{name}", of_token)
     assert tokens.entropy is not None

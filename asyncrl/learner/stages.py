@@ -7,7 +7,7 @@ A stage is `f(experience, learner)`. The recipe (config/recipes.py) names them i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Protocol
 
@@ -31,10 +31,12 @@ from asyncrl.config.advantages import (
     ComponentAdvantages,
     CustomAdvantages,
     GaeAdvantages,
+    OutcomeAdvantages,
     PassAtKAdvantages,
     TokenBaselineAdvantages,
 )
 from asyncrl.config.algorithm import AlgorithmConfig, KlRewardConfig
+from asyncrl.errors import LearnerError
 from asyncrl.learner.experience import Experience, Microbatch
 from asyncrl.user_code import import_function, names_user_code
 
@@ -156,54 +158,97 @@ def kl_reward(experience: Experience, context: StageContext) -> None:
 
 
 def advantage(experience: Experience, context: StageContext) -> None:
-    """advantages, and returns where there is a critic."""
+    """advantages, and returns where each token has a reward of its own."""
     config, columns, segments = context.config.advantages, experience.columns, experience.segments
-    batch, kl_reward = experience.batch, context.config.kl_reward
-    rewards, greedy_rewards = batch.rewards, batch.greedy_rewards
-    if kl_reward is not None and (clip := kl_reward.clip_reward) is not None:
-        rewards = rewards.clamp(-clip, clip)
-        greedy_rewards = None if greedy_rewards is None else greedy_rewards.clamp(-clip, clip)
-    if isinstance(config, GaeAdvantages | TokenBaselineAdvantages):
-        mine = rewards[experience.rows].nan_to_num()  # of the unscored, which have no token here
-        of_tokens = token_rewards(mine, segments, kl=columns.kl, kl_coef=columns.kl_coef).float()
-        if isinstance(config, GaeAdvantages):
-            assert columns.values is not None
-            columns.advantages, columns.returns = critic_advantages(
-                config, of_tokens, columns.values, segments, positions=columns.positions
-            )
-            return
+    if isinstance(config, GaeAdvantages):
+        assert columns.values is not None
+        columns.advantages, columns.returns = critic_advantages(
+            config,
+            rewards_of_tokens(experience, context),
+            columns.values,
+            segments,
+            positions=columns.positions,
+        )
+    elif isinstance(config, TokenBaselineAdvantages):
         assert columns.learner_logprobs is not None
         columns.advantages, columns.returns = token_baseline_advantages(
             config,
-            of_tokens,
+            rewards_of_tokens(experience, context),
             columns.learner_logprobs,
             fill(experience, context.models.sum_pi_squared),
             segments,
             experience.group_index,
             positions=columns.positions,
         )
-        return
-    if isinstance(config, CustomAdvantages):
+    elif isinstance(config, CustomAdvantages):
         columns.advantages = own_advantages(config, experience)
-        return
-    if isinstance(config, ComponentAdvantages):
+    elif isinstance(config, ComponentAdvantages):
+        batch = experience.batch
         whole = summed_component_advantages(
             config, batch.components, batch.group_index, weights=context.reward_weights
         )
+        columns.advantages = segments.spread(whole[experience.rows].float())
     else:
-        whole = trajectory_advantages(
-            config,
-            rewards,
-            batch.group_index,
-            lengths=batch.num_trained_tokens,
-            greedy_rewards=greedy_rewards,
-        )
+        columns.advantages = advantages_of_outcome(config, experience, context)
+
+
+def advantages_of_outcome(
+    config: OutcomeAdvantages | PassAtKAdvantages, experience: Experience, context: StageContext
+) -> Tensor:
+    """[N], from one reward a trajectory of the whole batch, and the KL where it is in the reward."""
+    batch, columns = experience.batch, experience.columns
+    rewards, kl = clipped(batch.rewards, context), columns.kl
+    if isinstance(config, OutcomeAdvantages):
+        if kl is not None and config.kl_credit == "trajectory":
+            rewards, kl = rewards - penalties(experience, kl, context), None
+        if config.scale == "mean":
+            _check_not_negative(rewards)
+    whole = trajectory_advantages(
+        config,
+        rewards,
+        batch.group_index,
+        lengths=batch.num_trained_tokens,
+        greedy_rewards=None if batch.greedy_rewards is None else clipped(batch.greedy_rewards, context),
+    )
     mine = whole[experience.rows].float()
-    if isinstance(config, ComponentAdvantages | PassAtKAdvantages):
-        columns.advantages = segments.spread(mine)
-    else:
-        columns.advantages = token_advantages(
-            config, mine, segments, positions=columns.positions, kl=columns.kl, kl_coef=columns.kl_coef
+    if isinstance(config, PassAtKAdvantages):
+        return experience.segments.spread(mine)
+    return token_advantages(
+        config, mine, experience.segments, positions=columns.positions, kl=kl, kl_coef=columns.kl_coef
+    )
+
+
+def rewards_of_tokens(experience: Experience, context: StageContext) -> Tensor:
+    """[N] float32: each trajectory's reward at its last token, less the KL of every token where it is in the reward."""
+    columns = experience.columns
+    mine = clipped(experience.batch.rewards, context)[experience.rows]
+    mine = mine.nan_to_num()  # of the unscored, which have no token here
+    return token_rewards(mine, experience.segments, kl=columns.kl, kl_coef=columns.kl_coef).float()
+
+
+def clipped(rewards: Tensor, context: StageContext) -> Tensor:
+    """Within +- kl_reward.clip_reward."""
+    kl_reward = context.config.kl_reward
+    if kl_reward is None or kl_reward.clip_reward is None:
+        return rewards
+    return rewards.clamp(-kl_reward.clip_reward, kl_reward.clip_reward)
+
+
+def penalties(experience: Experience, kl: Tensor, context: StageContext) -> Tensor:
+    """[R of the batch] float64: the coefficient times the sum of each trajectory's KL, the same on every rank."""
+    summed = torch.zeros_like(experience.batch.rewards)
+    summed[experience.rows] = experience.columns.kl_coef * experience.segments.sum(kl.double())
+    return context.models.all_reduce(summed)
+
+
+def _check_not_negative(rewards: Tensor) -> None:
+    """Raises LearnerError, on every rank, for rewards whose mean may be negative, which turns the advantages' sign."""
+    lowest = float(rewards.nan_to_num(torch.inf).min())
+    if lowest < 0:
+        raise LearnerError(
+            f"algorithm.advantages.scale mean divides by the mean reward of a group, which a reward of {lowest:g} can "
+            "make 0 or negative, and so turn good answers into bad ones; give rewards from 0 up (as "
+            "algorithm.shaping.rescale can), or take another scale"
         )
 
 
@@ -216,21 +261,43 @@ def own_advantages(config: CustomAdvantages, experience: Experience) -> Tensor:
 
 
 def own_stage(spec: str) -> Stage:
-    """The user's own function as a stage: what it leaves as advantages the next ones can read, or it raises
-    LearnerError."""
+    """The user's own function as a stage: what it leaves the next ones can read, or it raises LearnerError."""
     key = "algorithm.stages"
     import_function(spec, key)
 
     def stage(experience: Experience, context: StageContext) -> None:
-        columns = experience.columns
-        had_advantages = columns.advantages is not None
-        call_user_function(key, spec, experience, context)
-        if had_advantages or columns.advantages is not None:
-            like = columns.rollout_logprobs
-            should = f"leave experience.columns.advantages with one value a trained token, {[*like.shape]}"
-            token_values(key, spec, columns.advantages, like, should=should)
+        had_advantages = experience.columns.advantages is not None
+        given = call_user_function(key, spec, experience, context)
+        if given is not None:
+            raise LearnerError(
+                f"{key} {spec!r} returned a {type(given).__name__}, which goes nowhere; write into experience.columns, "
+                "and return nothing"
+            )
+        _check_left(experience, key, spec, needs_advantages=had_advantages)
 
     return stage
+
+
+def _check_left(experience: Experience, key: str, spec: str, *, needs_advantages: bool) -> None:
+    """Raises LearnerError for a column that is not one value a token, advantages that are not finite, and a metric that
+    is no number."""
+    columns = experience.columns
+    like = columns.rollout_logprobs
+    for name in (field.name for field in fields(columns) if field.name not in ("advantages", "kl_coef")):
+        values = getattr(columns, name)
+        if values is not None and (not isinstance(values, Tensor) or values.shape != like.shape):
+            found = [*values.shape] if isinstance(values, Tensor) else type(values).__name__
+            raise LearnerError(
+                f"{key} {spec!r} left {found} in columns.{name}; one value a token is {[*like.shape]}"
+            )
+    if needs_advantages or columns.advantages is not None:
+        should = f"leave experience.columns.advantages with one value a trained token, {[*like.shape]}"
+        token_values(key, spec, columns.advantages, like, should=should)
+    for name, value in experience.metrics.items():
+        if not isinstance(value, int | float):
+            raise LearnerError(
+                f"{key} {spec!r} left a {type(value).__name__} in metrics[{name!r}]; make it a number with float()"
+            )
 
 
 def whiten(experience: Experience, context: StageContext) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from statistics import fmean
 
@@ -14,6 +13,7 @@ from asyncrl.algorithms.losses.values import ValueSums, critic_objective, explai
 from asyncrl.config import Config
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.losses import AggregationConfig, ValueLossConfig
+from asyncrl.errors import LearnerError
 from asyncrl.learner.experience import Experience, Microbatch
 from asyncrl.learner.loss import policy_loss, scales_afterwards
 from asyncrl.learner.optimizer import ShardedOptimizer
@@ -117,9 +117,15 @@ class PolicySteps:
 
 
 def _one_over(counts: Counts, table: AggregationConfig) -> float:
-    """NaN for a count of 0 under `at_least: 0`, which the gradient norm refuses."""
+    """Raises LearnerError, on every rank, for a count of 0 under `at_least: 0`."""
     divisor = denominator(counts, mode=table.mode, divide_by=table.divide_by, at_least=table.at_least)
-    return 1.0 / divisor if divisor else math.nan
+    if not divisor:
+        raise LearnerError(
+            "algorithm.correction.rejections reject every token of a mini-batch, and loss.aggregation.at_least 0 "
+            "divides by what is left; widen their bounds, or set loss.aggregation.at_least: 1, under "
+            "which it gives no gradient"
+        )
+    return 1.0 / divisor
 
 
 class CriticSteps:
@@ -182,12 +188,14 @@ def value_metrics(experience: Experience, models: RankModels) -> dict[str, float
     if columns.values is None or columns.returns is None:
         return {}
     sums = models.all_reduce(torch.stack(list(value_sums(columns.values, columns.returns))))
-    num_tokens = sums[0].clamp(min=1)
-    return {
-        "critic/vf_explained_var": float(explained_variance(ValueSums(*sums), epsilon=1e-5)),
-        "critic/returns/mean": float(sums[1] / num_tokens),
-        "critic/values/mean": float((sums[1] - sums[3]) / num_tokens),
+    num_tokens = float(sums[0].clamp(min=1))
+    means = {
+        "critic/returns/mean": float(sums[1]) / num_tokens,
+        "critic/values/mean": float(sums[1] - sums[3]) / num_tokens,
     }
+    if num_tokens < 2:  # no variance, and NaN is no JSON
+        return means
+    return means | {"critic/vf_explained_var": float(explained_variance(ValueSums(*sums), epsilon=1e-5))}
 
 
 def positive_tokens_of(plan: Plan, minibatch: int) -> float:
@@ -203,12 +211,15 @@ def positive_tokens_of(plan: Plan, minibatch: int) -> float:
 
 
 def counts_of(plan: Plan, minibatch: int) -> Counts:
-    """Of a mini-batch, over all ranks. Greedy rollouts are no trajectories of it."""
-    trained = [plan.num_trained_tokens[p] for p in plan.positions_in(minibatch)]
-    trained = [group[: len(group) - plan.num_greedy] for group in trained]
+    """Of a mini-batch, over all ranks. Greedy rollouts are no trajectories of it, nor are failed ones, which have no
+    reward."""
+    positions = plan.positions_in(minibatch)
+    num_sampled = [len(plan.rewards[p]) - plan.num_greedy for p in positions]
+    trained = [plan.num_trained_tokens[p][:n] for p, n in zip(positions, num_sampled, strict=True)]
+    rewards = [plan.rewards[p][:n] for p, n in zip(positions, num_sampled, strict=True)]
     return Counts(
         tokens=float(sum(sum(group) for group in trained)),
-        trajectories=float(sum(len(group) for group in trained)),
+        trajectories=float(sum(reward is not None for group in rewards for reward in group)),
         trained_trajectories=float(sum(count > 0 for group in trained for count in group)),
         groups=float(sum(any(group) for group in trained)),
     )

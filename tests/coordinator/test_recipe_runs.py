@@ -255,20 +255,24 @@ def test_a_greedy_reward_is_shaped_like_those_that_it_is_the_baseline_of(tmp_pat
     assert plans[0].rewards == [[1.0, -1.0, 0.5]] * 2
 
 
-def test_equal_rewards_are_noted_only_where_rewards_of_a_group_are_compared(tmp_path: Path):
+def test_equal_rewards_are_noted_only_where_they_teach_nothing(tmp_path: Path):
+    # Mutation: note it of every recipe that compares within groups -> of components that differ under equal sums, of a
+    # KL in the reward, of cross entropy with the answers themselves.
     notes: dict[str, bool] = {}
-    for recipe in ("grpo", "remax", "reinforce_pp"):
+    learning = ("{advantages: gdpo}", "{kl_reward: {}}", "{loss: {policy: cross_entropy}}")
+    for recipe in ("grpo", "remax", "reinforce_pp", *learning):
 
         def look(run: Run, recipe: str = recipe) -> None:
             notes[recipe] = any("learns nothing" in note for note in run.coordinator.status.notes)
 
         trained(
-            tmp_path / recipe,
+            tmp_path / str(len(notes)),
             f"algorithm={recipe}",
             roll_out=rolls_out(lambda _: (1.0, 1.0, 0.0)),
             look=look,
         )
-    assert notes == {"grpo": True, "remax": False, "reinforce_pp": False}
+    assert [recipe for recipe, is_noted in notes.items() if is_noted] == ["grpo"]
+    assert len(notes) == 6
 
 
 def test_gdpo_gets_each_reward_by_its_label_in_the_order_of_the_config(tmp_path: Path):

@@ -110,7 +110,10 @@ REFUSED = [
         ["algorithm.loss.policy.function", "cannot be called as it will be, with (tokens, strange=1)"],
     ),
     (["algorithm.stages=[score, advantage, correct, 'json:x', loss, update]"], ["algorithm.stages 'json:x'"]),
-    (["algorithm.filter.metric=exact_mach"], ["algorithm.filter.metric: 'exact_mach'", "'exact_match'"]),
+    (
+        ["algorithm.filter={keep: spread, metric: exact_mach}"],
+        ["algorithm.filter.metric: 'exact_mach'", "'exact_match'"],
+    ),
     (
         ["algorithm.loss.kl={}", "algorithm.reference.model=/no/model"],
         ["algorithm.reference.model: '/no/model'"],

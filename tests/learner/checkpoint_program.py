@@ -26,7 +26,7 @@ VERSION = 2
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {
         "algorithm": {
-            "kl_reward": {"type": "adaptive", "coef": 0.2, "target": 0.01, "horizon": 20},
+            "kl_reward": {"type": "adaptive", "coef": 0.2, "target": 0.01, "horizon": 30},
             "reference": {"refresh_every": 2},
         }
     },

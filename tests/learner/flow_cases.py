@@ -293,6 +293,15 @@ SCENARIOS: dict[str, Scenario] = {
     "kl_reward-own_token": Scenario(
         {"kl_reward": {"coef": 0.2}, "advantages": {"type": "grpo", "kl_credit": "own_token"}}
     ),
+    "kl_reward-trajectory": Scenario(
+        {"kl_reward": {"coef": 0.2}, "advantages": {"type": "grpo", "kl_credit": "trajectory"}}
+    ),
+    "kl_reward-trajectory-batch": Scenario(  # a deviation over all ranks' trajectories
+        {
+            "kl_reward": {"coef": 0.2},
+            "advantages": {"type": "grpo", "kl_credit": "trajectory", "scale_over": "batch"},
+        }
+    ),
     "kl_reward-whiten": Scenario({"type": "reinforce_pp", "kl_reward": {"coef": 0.2, "clip_reward": 0.8}}),
     "ppo-critic": Scenario({"type": "ppo", "critic": {"lr": 0.05, "epochs": 3}}),
     "ppo-shared": Scenario({"type": "ppo", "critic": {"shared": True, "coef": 0.5}}),
@@ -357,6 +366,9 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def groups_of(scenario: Scenario, model_path: Path) -> list[TrajectoryGroup]:
-    """The batch that it trains."""
+    """The batch that it trains; rewards from 0 up for maxrl, which divides by their mean."""
     groups = near_groups(model_path)
+    if scenario.algorithm.get("advantages") == "maxrl":
+        for trajectory in (t for group in groups for t in group.trajectories if t.reward is not None):
+            trajectory.reward += 1.0
     return with_greedy(groups) if scenario.num_greedy else groups

@@ -40,6 +40,11 @@ class PlainBatch:
     def num_trajectories(self) -> int:
         return len(self.group)
 
+    @property
+    def num_scored(self) -> int:
+        """Trajectories with a reward: failed rollouts are in no mean."""
+        return sum(reward is not None for reward in self.rewards)
+
     def rows(self) -> list[Tensor]:
         """[R]: the positions of each trajectory's tokens."""
         return [torch.where(self.trajectory == row)[0] for row in range(self.num_trajectories)]
@@ -163,9 +168,9 @@ def _prompt_mean(batch: PlainBatch, of_tokens: Tensor) -> Tensor:
 AGGREGATED: dict[str, Callable[[PlainBatch, Tensor], Tensor]] = {
     "token-mean": lambda b, x: x.mean(),
     "token-sum": lambda b, x: x.sum(),
-    "seq-mean-token-sum": lambda b, x: x.sum() / b.num_trajectories,
-    "seq-mean-token-mean": lambda b, x: _by_trajectory(b, x, torch.mean) / b.num_trajectories,
-    "seq-mean-token-sum-norm": lambda b, x: x.sum() / 16 / b.num_trajectories,
+    "seq-mean-token-sum": lambda b, x: x.sum() / b.num_scored,
+    "seq-mean-token-mean": lambda b, x: _by_trajectory(b, x, torch.mean) / b.num_scored,
+    "seq-mean-token-sum-norm": lambda b, x: x.sum() / 16 / b.num_scored,
     "prompt-mean": _prompt_mean,
 }
 """Mode -> (batch, loss of each token) -> scalar; the constant length is 16."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -34,6 +37,7 @@ from torch import Tensor
 from asyncrl.errors import LearnerError
 from asyncrl.learner import stages
 from asyncrl.learner.experience import receive_shard
+from asyncrl.learner.steps import value_metrics
 from asyncrl.types import TrajectoryGroup
 
 
@@ -177,8 +181,11 @@ def reference_logprobs(flow: Flow) -> list[Tensor]:
 
 
 def test_kl_in_the_loss_is_that_to_the_reference_model(flow: Flow):
-    # Mutations caught: log-probs of the policy's version 0; reference and learner exchanged.
-    found, _ = flow.train(SCENARIOS["kl_loss"], "pieces")
+    # Mutations caught: log-probs of the policy's version 0; reference and learner exchanged; the coefficient in verl's
+    # actor/kl_loss.
+    found, metrics = flow.train(SCENARIOS["kl_loss"], "pieces")
+    assert metrics["actor/kl_loss"] == pytest.approx(metrics["actor/kl"], rel=1e-5)  # a mean over tokens too
+    assert metrics["actor/kl"] > 1e-3
     references = {len(r): r for r in reference_logprobs(flow)}
 
     def loss(now: PlainBatch, before: PlainBatch, advantages: Tensor) -> Tensor:
@@ -206,6 +213,32 @@ def test_kl_in_the_reward_lowers_the_rewards_to_go(flow: Flow):
     expected = plainly_trained(flow, advantages)
     assert_trained(flow, found, expected)
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(float(torch.stack(means).mean()), rel=1e-4)
+
+
+def test_kl_of_a_trajectory_lowers_its_reward_before_the_group_is_compared(flow: Flow):
+    # Mutations caught: subtracted after the division by the deviation, as `to_go` does; the mean of a trajectory in
+    # place of its sum; one rank's trajectories alone (kl_reward-trajectory-batch in
+    # test_flow.py).
+    found, _ = flow.train(SCENARIOS["kl_reward-trajectory"], "pieces")
+    references = {len(r): r for r in reference_logprobs(flow)}
+
+    def advantages(batch: PlainBatch) -> Tensor:
+        kl = batch.logprobs - references[len(batch.logprobs)]
+        rewards = [
+            None if reward is None else reward - 0.2 * float(kl[row].sum())
+            for row, reward in zip(batch.rows(), batch.rewards, strict=True)
+        ]
+        return grpo_advantages(replace(batch, rewards=rewards))
+
+    expected = plain_training(
+        flow.model_path,
+        flow.halves,
+        lambda now, before, a: (clipped(now, before.logprobs, a) * tis(before)).mean(),
+        advantages=advantages,
+        num_epochs=2,
+        lr=0.05,
+    )
+    assert_trained(flow, found, expected)
 
 
 def test_rewards_are_cut_before_advantages_of_the_outcome_too(flow: Flow):
@@ -258,3 +291,13 @@ def test_the_adaptive_coefficient_follows_the_kl_over_versions_and_a_fresh_refer
         error = min(max(penalty / 0.01 - 1, -0.2), 0.2)
         expected.append(expected[-1] * (1 + error * 12 / 100.0))
     assert coefficients == pytest.approx(expected)
+
+
+def test_one_token_has_no_variance_to_explain_and_no_nan_to_report():
+    # Mutation: divide by n - 1 all the same -> NaN in metrics.jsonl, which is no JSON.
+    columns = SimpleNamespace(values=torch.tensor([0.25]), returns=torch.tensor([1.0]))
+    found = value_metrics(
+        cast("Any", SimpleNamespace(columns=columns)),
+        cast("Any", SimpleNamespace(all_reduce=lambda sums: sums)),
+    )
+    assert found == {"critic/returns/mean": 1.0, "critic/values/mean": 0.25}

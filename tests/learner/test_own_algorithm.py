@@ -31,6 +31,7 @@ from tests.learner.learner_cases import (
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 BLOCKS = dict(re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+STAGES = "algorithm.stages=[score, advantage, 'mine.py:f', correct, loss, update]"
 LEARNER = ["learner={optimizer: sgd, lr: 0.5, max_grad_norm: 1.0e+6, epochs: 2}", "rollout.temperature=0.7"]
 
 
@@ -176,6 +177,26 @@ def test_the_pages_tables_name_the_same_functions_one_by_one(folder: Path):
             "algorithm.stages=['mine.py:f', score, advantage, correct, loss, update]",
             r"stages 'mine\.py:f' failed with KeyError: 'nothing' \(mine\.py, line 1\)",
         ),
+        (
+            "def f(experience, context): return experience.columns.advantages * 0",
+            STAGES,
+            r"algorithm\.stages 'mine\.py:f' returned a Tensor, which goes nowhere; write into experience\.columns",
+        ),
+        (
+            "def f(experience, context): experience.columns.entropy = experience.batch.rewards",
+            STAGES,
+            r"stages 'mine\.py:f' left \[15\] in columns\.entropy; one value a token is \[40\]",
+        ),
+        (
+            "def f(experience, context): experience.columns.advantages = None",
+            STAGES,
+            r"stages 'mine\.py:f' gave a NoneType; leave experience\.columns\.advantages",
+        ),
+        (
+            "def f(experience, context): experience.metrics['mine'] = experience.columns.advantages.mean()",
+            STAGES,
+            r"left a Tensor in metrics\['mine'\]; make it a number with float\(\)",
+        ),
     ],
     ids=[
         "a number",
@@ -187,11 +208,16 @@ def test_the_pages_tables_name_the_same_functions_one_by_one(folder: Path):
         "a loss that raises",
         "a stage's wrong column",
         "a stage that raises",
+        "a stage that returns",
+        "a stage's other column",
+        "a stage that takes advantages away",
+        "a metric that is a tensor",
     ],
 )
 def test_what_is_no_value_of_each_token_is_refused(folder: Path, source: str, override: str, says: str):
     # Mutations: take it as it is -> a broadcast loss, a step without a gradient, an AttributeError, a gradient of NaN
-    # that is blamed on learner.lr; let what it raises through -> an error that names neither the key nor the function.
+    # that is blamed on learner.lr; let what it raises through -> an error that names neither the key nor the function;
+    # a stage without effect.
     (folder / "mine.py").write_text(source)
     path = write_model(folder / "model", "llama", tied=True)
     with (
@@ -199,3 +225,29 @@ def test_what_is_no_value_of_each_token_is_refused(folder: Path, source: str, ov
         pytest.raises(LearnerError, match=says),
     ):
         learner.update(shard_of_minibatches(uneven_groups(), [[[[0, 1, 2, 3, 4]]]]))
+
+
+def test_a_loss_of_ones_own_is_not_asked_for_a_microbatch_without_tokens(folder: Path):
+    # Mutation: call it -> "max(): Expected reduction dim" on the rank that has fewer groups than the others.
+    (folder / "mine.py").write_text(
+        "def f(tokens): return -tokens.advantages / tokens.advantages.abs().max() * tokens.learner_logprobs"
+    )
+    path = write_model(folder / "model", "llama", tied=True)
+    with one_rank(path, config_of("algorithm.loss.policy=mine.py:f"), folder / "store") as learner:
+        metrics = learner.update(shard_of_minibatches(uneven_groups(), [[[[0, 1], [], [2, 3, 4]]]]))
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_a_loss_that_writes_into_its_tokens_changes_no_later_step(folder: Path):
+    # Mutation: hand over views of the batch's columns -> the second epoch sees the halved advantages of the first.
+    path = write_model(folder / "model", "llama", tied=True)
+    found = []
+    for number, half in enumerate(("tokens.advantages * 0.5", "tokens.advantages.mul_(0.5)")):
+        file = folder / f"half{number}.py"
+        file.write_text(f"def f(tokens): return -{half} * tokens.learner_logprobs")
+        with one_rank(
+            path, config_of(f"algorithm.loss.policy={file}:f"), folder / f"store{number}"
+        ) as learner:
+            learner.update(shard_of_minibatches(uneven_groups(), [[[[0, 1], [2, 3, 4]]]], num_epochs=2))
+            found.append(weights(learner))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -28,6 +28,8 @@ from plain_loop import (
 from recipe_cases import Flow, assert_trained, default_loss, kept_by_k3, sequence_mean, tis
 from torch import Tensor
 
+from asyncrl.errors import LearnerError
+
 
 @pytest.fixture
 def flow(tmp_path: Path) -> Flow:
@@ -157,7 +159,8 @@ def test_clip_cov_leaves_out_the_tokens_between_its_bounds(flow: Flow):
 
 @pytest.mark.parametrize("mode", AGGREGATED)
 def test_an_aggregation_is_its_formula_over_the_mini_batch(flow: Flow, mode: str):
-    # Mutation caught: counts of the microbatch, or of the batch; the completion's own length as the constant.
+    # Mutations caught: counts of the microbatch, or of the batch; the completion's own length as the constant; a failed
+    # rollout in the denominator.
     scenario = SCENARIOS[mode]
     found, _ = flow.train(scenario, "pieces")
     expected = plain_training(
@@ -217,7 +220,7 @@ def test_an_entropy_bonus_has_the_gradient_of_the_entropy(flow: Flow):
     [
         ("kept-token-mean", lambda b, kept: kept.sum()),
         ("kept-token-sum", lambda b, kept: 1),
-        ("kept-seq-mean-token-sum", lambda b, kept: b.num_trajectories),
+        ("kept-seq-mean-token-sum", lambda b, kept: b.num_scored),
         ("kept-by-number", lambda b, kept: 5.0),
         ("kept-at-least", lambda b, kept: 30.0),
     ],
@@ -273,6 +276,14 @@ def test_a_batch_of_which_everything_is_rejected_trains_nothing(flow: Flow):
         assert metrics["actor/grad_norm"] == metrics["actor/pg_loss"] == 0.0
         assert metrics["correction/rejected_share"] == 1.0
         assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_denominator_that_may_be_0_names_the_rejections_that_made_it_so(flow: Flow):
+    # Mutation: leave it to the gradient norm -> "nan (first in the sum over all)", which says nothing of rejections.
+    correction = {"rejections": [{"statistic": "ratio", "upper": 1e-9}], "denominator": "kept"}
+    scenario = Scenario({"correction": correction, "loss": {"aggregation": {"at_least": 0.0}}})
+    with pytest.raises(LearnerError, match=r"rejections reject every token of a mini-batch, .*at_least: 1"):
+        flow.train(scenario, "pieces")
 
 
 def _m2po(halves: list[PlainBatch]) -> list[Tensor]:

@@ -21,6 +21,8 @@ from plain_loop import (
 from recipe_cases import Flow, assert_trained, kept_by_k3, plainly_trained, tis, whitened
 from torch import Tensor
 
+from asyncrl.errors import LearnerError
+
 
 @pytest.fixture
 def flow(tmp_path: Path) -> Flow:
@@ -50,7 +52,7 @@ def test_remax_compares_with_the_greedy_reward_and_does_not_count_it_as_a_trajec
                 of_tokens = of_tokens * kept_by_k3(before)
             share = AGGREGATED[mode](now, of_tokens)
             sampled = now.num_trajectories - int(now.group.max()) - 1
-            return share if mode == "token-mean" else share * now.num_trajectories / sampled
+            return share if mode == "token-mean" else share * now.num_scored / sampled
 
         expected = plain_training(
             flow.model_path, flow.halves, loss, advantages=advantages, num_epochs=2, lr=0.05
@@ -100,3 +102,9 @@ def test_otb_takes_the_baseline_of_the_group_at_the_same_step(flow: Flow):
 
     expected = plainly_trained(flow, advantages)
     assert_trained(flow, found, expected)
+
+
+def test_maxrl_refuses_rewards_whose_mean_could_turn_the_sign_of_an_advantage(flow: Flow):
+    # Mutation: divide all the same -> of rewards -1, -1, -1, 1 the best answer gets -3.
+    with pytest.raises(LearnerError, match=r"scale mean .* a reward of -1 .*rescale"):
+        flow.train(SCENARIOS["maxrl"], "pieces")

@@ -67,7 +67,8 @@ def test_the_order_of_groups_in_a_microbatch_does_not_matter(flow: Flow, name: s
 
 
 def test_the_plans_counts_are_those_of_the_columns(flow: Flow):
-    # Mutation caught: trajectories without a token left out of the plan's count.
+    # Mutations caught: trajectories without a token left out of the plan's count; failed rollouts in it.
+    num_failed = 0
     for scenario in (SCENARIOS["recipe-grpo"], SCENARIOS["remax"]):
         groups = groups_of(scenario, flow.model_path)
         shard = shard_for(scenario, groups, HALVES["pieces"])
@@ -78,10 +79,14 @@ def test_the_plans_counts_are_those_of_the_columns(flow: Flow):
                 index = experience.group_index[microbatch.trajectories]
                 found = found + Counts.of(experience.segments_of(microbatch), index)
             num_greedy = scenario.num_greedy * sum(len(m.groups) for m in minibatch)
+            trajectories = [t for m in minibatch for group in m.groups for t in group.trajectories]
+            failed = sum(t.reward is None for t in trajectories)
+            num_failed += failed
             expected = counts_of(shard.plan, number)
-            assert found.trajectories - num_greedy == expected.trajectories
+            assert found.trajectories - num_greedy - failed == expected.trajectories
             assert (found.tokens, found.trained_trajectories, found.groups) == (
                 expected.tokens,
                 expected.trained_trajectories,
                 expected.groups,
             )
+    assert num_failed > 0

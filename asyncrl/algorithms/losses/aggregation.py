@@ -45,7 +45,7 @@ class Counts:
     tokens: float
     """Tokens that train."""
     trajectories: float
-    """All, also those without a token that trains."""
+    """All, also those without a token that trains. The learner counts no failed rollout, which is in no mean."""
     trained_trajectories: float
     """Those with a token that trains."""
     groups: float

@@ -41,6 +41,8 @@ class Objective:
     """Its summands by name (policy, kl, entropy, positive), coefficients included; detached scalars."""
     diagnostics: dict[str, Tensor]
     """Metric -> [N], detached."""
+    kl: Tensor | None = None
+    """The summand `kl` without its coefficient, which may be 0."""
 
 
 def objective(config: LossConfig, tokens: LossTokens, counts: LossCounts) -> Objective:
@@ -56,10 +58,12 @@ def objective(config: LossConfig, tokens: LossTokens, counts: LossCounts) -> Obj
     if config.top_entropy_share is not None:
         loss = loss * needed(tokens.selected, "selected")
     parts = {"policy": _aggregate(loss, tokens, counts.trained, config.aggregation)}
+    kl_share = None
     if config.kl is not None:
         kl = kl_term(config.kl, tokens)
         diagnostics["kl"] = kl.detach()
-        parts["kl"] = config.kl.coef * _aggregate(kl, tokens, counts.kl or counts.trained, config.aggregation)
+        kl_share = _aggregate(kl, tokens, counts.kl or counts.trained, config.aggregation)
+        parts["kl"] = config.kl.coef * kl_share
     if config.entropy.coef != 0:
         entropy = entropy_term(config.entropy, tokens)
         share = _aggregate(entropy, tokens, counts.entropy or counts.trained, config.aggregation)
@@ -68,7 +72,12 @@ def objective(config: LossConfig, tokens: LossTokens, counts: LossCounts) -> Obj
         nll = negative_log_likelihood(tokens.learner_logprobs[needed(tokens.positive, "positive")])
         parts["positive"] = config.ptx.positive_coef * nll.sum() / max(counts.positive_tokens, 1.0)
     total = torch.stack(list(parts.values())).sum()
-    return Objective(total, {name: part.detach() for name, part in parts.items()}, diagnostics)
+    return Objective(
+        total,
+        {name: part.detach() for name, part in parts.items()},
+        diagnostics,
+        kl=None if kl_share is None else kl_share.detach(),
+    )
 
 
 def ptx_term(config: PtxConfig, logprobs: Tensor, num_tokens: float) -> Tensor:

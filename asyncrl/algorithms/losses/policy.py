@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,8 +77,17 @@ class LossTokens:
 
     def only(self, kept: Tensor) -> LossTokens:
         """The tokens where `kept` [N] is true; trajectories that lose all of theirs stay, without tokens."""
+        segments = Segments(self.segments.index[kept], self.segments.num_trajectories)
+        return replace(self._mapped(lambda column: column[kept]), segments=segments)
+
+    def copied(self) -> LossTokens:
+        """With columns of its own: who writes into them changes no later step."""
+        return replace(self._mapped(Tensor.clone), learner_logprobs=self.learner_logprobs)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> LossTokens:
+        """With `change` done to each column [N]."""
         columns = {
-            name: None if (values := getattr(self, name)) is None else values[kept]
+            name: None if (values := getattr(self, name)) is None else change(values)
             for name in (
                 "learner_logprobs",
                 "proximal_logprobs",
@@ -90,8 +100,7 @@ class LossTokens:
                 "positive",
             )
         }
-        segments = Segments(self.segments.index[kept], self.segments.num_trajectories)
-        return replace(self, segments=segments, **columns)
+        return replace(self, **columns)
 
 
 def policy_loss(config: PolicyLoss, tokens: LossTokens) -> TokenLoss:
@@ -129,13 +138,18 @@ def policy_loss(config: PolicyLoss, tokens: LossTokens) -> TokenLoss:
 
 
 def custom_loss(config: CustomLoss, tokens: LossTokens) -> TokenLoss:
-    """Of the user's own function. Raises LearnerError for what is no loss of each token."""
+    """Of the user's own function. Raises LearnerError for what is no loss of each token.
+
+    It is not called for a microbatch without tokens, which only keeps a rank in step with the others.
+    """
+    if not len(tokens.learner_logprobs):
+        return TokenLoss(tokens.learner_logprobs, {})
     key, spec = "algorithm.loss.policy.function", config.function
     should = (
         f"give one value a token, {[*tokens.learner_logprobs.shape]}, computed from tokens.learner_logprobs, which "
         "carry the gradient"
     )
-    given = call_user_function(key, spec, tokens, **config.options)
+    given = call_user_function(key, spec, tokens.copied(), **config.options)
     loss = token_values(key, spec, given, tokens.learner_logprobs, should=should)
     if not loss.requires_grad:
         raise LearnerError(f"{key} {spec!r} gave a tensor {[*loss.shape]} without a gradient; {should}")
