@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.attention.varlen  # registers torch_attn
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
