@@ -60,9 +60,9 @@ class LearnerConfig(Table):
     """Rows of logits held at once when log-probs are computed. Tokens."""
     lora: LoraTable | None = None
     """Train adapters; the model's own weights stay as they are. null: train the model."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "selective"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What a block computes again in the backward pass instead of keeping it. `selective`: all but matrix products and
-    attention, half of the memory for a few percent of time. `full`: everything, for about a third more time."""
+    attention, for about a tenth more time. `full`: everything, for about a third more."""
     compile: bool = False
     """torch.compile of each block's feed-forward part; needs a C++ compiler on a CPU. The first versions are slower."""
     offload: bool = False

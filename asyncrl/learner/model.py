@@ -29,6 +29,7 @@ from asyncrl.dtypes import compute_dtype
 from asyncrl.errors import LearnerError
 from asyncrl.learner.activations import checkpoint_activations
 from asyncrl.learner.attention import ATTENTION_NAME, GroupLayout
+from asyncrl.learner.lean_blocks import keep_less
 from asyncrl.learner.logprobs import linear_logprobs, sum_squared_probabilities
 from asyncrl.learner.lora import BASE, adapted_layers, add_adapters, merged_rows
 from asyncrl.learner.mesh import data_mesh, tensor_mesh
@@ -252,6 +253,8 @@ def shard_model(model: nn.Module, decoder: nn.Module, config: LearnerConfig, mes
 
     With a tensor dimension the decoder is cut over it first; raises LearnerError for one that cannot be.
     """
+    for block in decoder_blocks(decoder):
+        keep_less(block, feed_forward=not config.compile)
     if (tensor := tensor_mesh(mesh)) is not None:
         parallelize(decoder, tensor)
     data = data_mesh(mesh)
