@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.config import Config
+from asyncrl.config import Config, own_options
 from asyncrl.config.learner import LoraTable
 from asyncrl.envs.dataset import Dataset
 from asyncrl.envs.eval_report import num_eval_prompts
@@ -129,6 +129,8 @@ def _algorithm(config: Config) -> Rows:
     algorithm = config.algorithm
     preset = "" if algorithm.preset is None else f", with {algorithm.preset}'s conventions"
     yield "algorithm", f"{algorithm.type}{preset}: {', '.join(algorithm.stages)}"
+    if changed := own_options(algorithm):
+        yield "", "not the recipe's own: " + ", ".join(f"{key} {value}" for key, value in changed.items())
     if config.num_greedy:
         yield (
             "",

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from asyncrl.config import AlgorithmConfig, Config, SourceConfig, load_config
+from asyncrl.config import AlgorithmConfig, Config, SourceConfig, load_config, own_options
 from asyncrl.config.learner import LoraTable
 from asyncrl.errors import DataError
 from asyncrl.hub import is_hub_name
@@ -206,16 +206,8 @@ def _source(source: SourceConfig) -> str:
 
 def _changed_options(algorithm: AlgorithmConfig) -> Iterator[str]:
     """`key value` of each option that is not the recipe's own."""
-    recipe = AlgorithmConfig.model_validate({"type": algorithm.type})
-    return _differences(algorithm.model_dump(mode="json"), recipe.model_dump(mode="json"))
-
-
-def _differences(table: Mapping[str, Any], usual: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    for key, value in table.items():
-        if isinstance(value, dict) and isinstance(usual.get(key), dict):
-            yield from _differences(value, usual[key], f"{path}{key}.")
-        elif key not in usual or value != usual[key]:
-            yield f"{path}{key} {shown_name(value) if isinstance(value, str) else value}"
+    for key, value in own_options(algorithm).items():
+        yield f"{key} {shown_name(value) if isinstance(value, str) else value}"
 
 
 def _table(what: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -139,7 +139,7 @@ def test_the_card_says_what_the_run_changed_of_its_recipe_and_publishes_no_path(
     )
     said = shown["algorithm"]
     assert said.startswith("ppo, reference.model base, ")
-    for part in ("critic.lr 0.5", "'coef': 0.25", "loss.policy.function mine.py:loss"):
+    for part in ("critic.lr 0.5", "loss.kl.coef 0.25", "loss.policy.function mine.py:loss"):
         assert part in said
     assert "gamma" not in said
     assert "/home/me" not in said

@@ -12,7 +12,7 @@ reference.py  every key as a page             identity.py  what a resumed run mu
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.file import dump_config, load_config, shared_digest, validate_config
-from asyncrl.config.identity import changed_keys, learner_kind, run_identity
+from asyncrl.config.identity import changed_keys, learner_kind, own_options, run_identity
 from asyncrl.config.learner import CheckpointConfig, LearnerConfig
 from asyncrl.config.reward import RewardConfig
 from asyncrl.config.rollout import DataConfig, EvalConfig, RolloutConfig, SourceConfig
@@ -40,6 +40,7 @@ __all__ = [
     "dump_config",
     "learner_kind",
     "load_config",
+    "own_options",
     "run_identity",
     "shared_digest",
     "validate_config",

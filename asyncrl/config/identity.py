@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.table import Table
 from asyncrl.config.tree import Config
 
 
@@ -34,9 +36,16 @@ def run_identity(config: Config) -> dict[str, Any]:
     }
 
 
-def changed_keys(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
+def own_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Dotted key -> value, of every option that has one and is not the recipe's own, in the order of the tables."""
+    recipe = _leaves(AlgorithmConfig.model_validate({"type": algorithm.type}).model_dump(mode="json"))
+    leaves = _leaves(algorithm.model_dump(mode="json"))
+    return {key: new for key, new in leaves.items() if new is not None and new != recipe.get(key)}
+
+
+def changed_keys(before: Table, after: Table) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (value before, value after) of every leaf that differs."""
-    old, new = (_leaves(config.model_dump(mode="json")) for config in (before, after))
+    old, new = (_leaves(table.model_dump(mode="json")) for table in (before, after))
     return {
         key: (old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())

@@ -239,6 +239,20 @@ def test_an_adapter_on_a_layer_that_is_not_there_is_refused(
         check(config_of(model, f"learner.lora.target_modules=[{right}]"))
 
 
+def test_check_names_the_options_that_are_not_the_recipes_own(model: Path):
+    # Mutation: the recipe's name and stages alone, whatever is changed in it.
+    def said(*overrides: str) -> list[str]:
+        return [
+            value for _, value in check(config_of(model, *overrides)) if value.startswith("not the recipe")
+        ]
+
+    assert said() == []
+    assert said("algorithm.loss.policy.clip_high=0.3", "algorithm.loss.kl={}") == [
+        "not the recipe's own: loss.policy.clip_high 0.3, loss.kl.coef 0.001, loss.kl.reference ref, loss.kl.estimator "
+        "k3, loss.kl.gradient_of_k2 False, loss.kl.weight none"
+    ]
+
+
 def test_check_counts_the_bytes_of_a_checkpoint(model: Path):
     # Mutations: gradients counted; no critic; the frozen weights beneath adapters; one fewer than at the peak.
     block = {"model.layers.0.self_attn.q_proj.weight": np.zeros((250, 400), np.float32)}
