@@ -147,8 +147,9 @@ class TokenBaselineAdvantages(Table):
     type: Literal["otb"] = "otb"
     preset: Peer | None = None
     """A peer's convention."""
-    steps: Literal["trained", "all"] = "trained"
-    """Tokens are aligned by their number among those that train, or by their place, observations counted."""
+    steps: Literal["trained", "all"] = "all"
+    """Tokens are aligned by their place, or by their number among those that train, which leaves observations out: and
+    tokens that age masks (`over_age`), so that those behind them meet others."""
     zero_tail: bool = False
     """No baseline where only the longest trajectory of a group is left."""
     epsilon: NonNegative = 1e-8

@@ -351,7 +351,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "gdpo": Scenario({"advantages": "gdpo"}),
     "gdpo-trl": Scenario({"advantages": {"type": "gdpo", "preset": "trl"}}),
-    "otb": Scenario({"advantages": "otb"}),
+    "otb": Scenario({"advantages": {"type": "otb", "steps": "trained"}}),
     "otb-all": Scenario({"advantages": {"type": "otb", "steps": "all", "preset": "verl"}}),
     "pass_at_k": Scenario({"advantages": "pass_at_k"}),
     **{
