@@ -174,6 +174,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Reward label -> [group][trajectory], before weights; only for advantages that read them one by one."""
     num_greedy: int = 0
     """The last so many trajectories of every group are greedy rollouts: baselines, which do not train."""
+    num_aged_out: list[int] = []
+    """[group] trajectories whose every token is too old: they leave the denominators too. Empty: none."""
 
     @property
     def num_ranks(self) -> int:

@@ -28,10 +28,12 @@ def describe_finished(group: TrajectoryGroup) -> FinishedGroup:
 
 @dataclass(frozen=True, slots=True)
 class MaskedGroup:
-    """A group as it trains in one batch, and how many tokens age took out of the loss."""
+    """A group as it trains in one batch, and what age took out of the loss."""
 
     group: TrajectoryGroup
     num_masked_tokens: int
+    num_aged_out: int
+    """Trajectories of which no token is left."""
 
 
 def mask_group(
@@ -43,7 +45,7 @@ def mask_group(
     """
     oldest = oldest_trained_version(batch_index=batch_index, max_staleness=max_staleness, over_age=over_age)
     trajectories: list[Trajectory] = []
-    num_masked = 0
+    num_masked = num_aged_out = 0
     for trajectory in group.trajectories:
         loss_mask = trajectory.loss_mask
         if trajectory.status is not Status.SCORED:
@@ -51,9 +53,11 @@ def mask_group(
         else:
             too_old = trajectory.policy_versions < oldest
             num_masked += int(loss_mask[too_old].sum())
+            could_train = loss_mask.any()
             loss_mask = np.where(too_old, np.uint8(0), loss_mask)
+            num_aged_out += bool(could_train and not loss_mask.any())
         trajectories.append(replace(trajectory, loss_mask=loss_mask))
-    return MaskedGroup(replace(group, trajectories=trajectories), num_masked)
+    return MaskedGroup(replace(group, trajectories=trajectories), num_masked, num_aged_out)
 
 
 def plan_batch(
@@ -68,6 +72,7 @@ def plan_batch(
     shuffle_seed: int | None = None,
     components: Sequence[str] = (),
     num_greedy: int = 0,
+    num_aged_out: Sequence[int] = (),
 ) -> Plan:
     """Spreads groups (sorted by ordinal) over mini-batches, ranks and microbatches: a pure function of the batch.
 
@@ -97,6 +102,7 @@ def plan_batch(
             for label in components
         },
         num_greedy=num_greedy,
+        num_aged_out=list(num_aged_out) or [0] * len(groups),
     )
 
 

@@ -239,6 +239,7 @@ class LearnerSide:
             shuffle_seed=self._config.seed if self._shuffles else None,
             components=self._components,
             num_greedy=self._config.num_greedy,
+            num_aged_out=[m.num_aged_out for m in masked],
         )
         metrics = batch_metrics(plan, masked)
         are_equal = metrics["rollout/equal_reward_groups"] == len(groups)

@@ -212,14 +212,16 @@ def positive_tokens_of(plan: Plan, minibatch: int) -> float:
 
 def counts_of(plan: Plan, minibatch: int) -> Counts:
     """Of a mini-batch, over all ranks. Greedy rollouts are no trajectories of it, nor are failed ones, which have no
-    reward."""
+    reward, and those that age left no token."""
     positions = plan.positions_in(minibatch)
     num_sampled = [len(plan.rewards[p]) - plan.num_greedy for p in positions]
     trained = [plan.num_trained_tokens[p][:n] for p, n in zip(positions, num_sampled, strict=True)]
     rewards = [plan.rewards[p][:n] for p, n in zip(positions, num_sampled, strict=True)]
+    num_scored = sum(reward is not None for group in rewards for reward in group)
+    num_aged_out = sum(plan.num_aged_out[p] for p in positions) if plan.num_aged_out else 0
     return Counts(
         tokens=float(sum(sum(group) for group in trained)),
-        trajectories=float(sum(reward is not None for group in rewards for reward in group)),
+        trajectories=float(num_scored - num_aged_out),
         trained_trajectories=float(sum(count > 0 for group in trained for count in group)),
         groups=float(sum(any(group) for group in trained)),
     )

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.coordinator.batches import (
-    MaskedGroup,
     batch_metrics,
     component_means,
     describe_finished,
@@ -46,6 +45,19 @@ def test_mask_takes_out_exactly_the_tokens_older_than_the_bound():
     assert masked.num_masked_tokens == 1
     assert [t.reward for t in masked.group.trajectories] == [1.0, 1.0]
     assert old.trajectories[0].loss_mask.tolist() == [1, 1, 1, 1]
+
+
+def test_a_trajectory_that_age_leaves_no_token_is_counted_as_aged_out():
+    # Mutations: counting those that were masked before, those of which a token is left, or failed rollouts.
+    aged = group(
+        0,
+        trajectory([0, 1]),
+        trajectory([1, 5]),
+        trajectory([0, 1], mask=[0, 0]),
+        trajectory([0], reward=None),
+    )
+    assert mask_group(aged, batch_index=5, max_staleness=2, over_age="mask").num_aged_out == 1
+    assert mask_group(aged, batch_index=5, max_staleness=2, over_age="keep").num_aged_out == 0
 
 
 def test_keep_trains_tokens_of_any_age():
@@ -222,10 +234,7 @@ def test_metrics_of_a_batch_by_hand():
     # Mutations: mean of group means (0.5 for 2/3 here); staleness averaged by trajectory; failed counted as 0.
     first = group(0, trajectory([4, 4], reward=1.0), trajectory([3, 4, 4, 4], reward=0.0, finish="length"))
     second = group(1, trajectory([4], reward=None), trajectory([4], reward=1.0), prompt=5)
-    masked = [
-        MaskedGroup(m.group, m.num_masked_tokens)
-        for m in (mask_group(g, batch_index=4, max_staleness=0, over_age="mask") for g in (first, second))
-    ]
+    masked = [mask_group(g, batch_index=4, max_staleness=0, over_age="mask") for g in (first, second)]
     plan = plan_batch(4, [m.group for m in masked], num_ranks=1, max_tokens=100)
     metrics = batch_metrics(plan, masked)
     assert metrics["critic/score/mean"] == pytest.approx(2 / 3)

@@ -19,7 +19,7 @@ from asyncrl.algorithms.losses import Counts
 from asyncrl.learner import stages
 from asyncrl.learner.experience import receive_shard
 from asyncrl.learner.steps import counts_of
-from asyncrl.types import Shard
+from asyncrl.types import Plan, Shard
 
 
 @pytest.fixture
@@ -90,3 +90,18 @@ def test_the_plans_counts_are_those_of_the_columns(flow: Flow):
                 expected.groups,
             )
     assert num_failed > 0
+
+
+def test_a_trajectory_that_age_left_no_token_is_in_no_denominator():
+    # Mutations caught: the aged-out of another mini-batch; taken from the trained trajectories, where they are not.
+    plan = Plan(
+        index=9,
+        ordinals=[0, 1],
+        rewards=[[1.0, 0.0, None], [0.5, 0.5, 1.0]],
+        num_trained_tokens=[[4, 0, 0], [0, 0, 3]],
+        minibatches=[[[[0]]], [[[1]]]],
+        num_epochs=1,
+        num_aged_out=[0, 1],
+    )
+    assert [counts_of(plan, number).trajectories for number in (0, 1)] == [2.0, 2.0]
+    assert [counts_of(plan, number).trained_trajectories for number in (0, 1)] == [1.0, 1.0]
