@@ -366,11 +366,11 @@ def update(bench: Bench) -> Figure:
     learner.update(shard)
     hook.remove()
     del (
-        learner._policy_steps._optimizer.step
+        learner._policy_steps.optimizer.step
     )  # the recording one, which would count as memory of the updates below
     assert seen == {torch.bfloat16}, f"the layers compute in {seen}"
-    moments = [state["exp_avg"] for state in learner._policy_steps._optimizer._optimizer.state.values()]
-    moments += [state["exp_avg_sq"] for state in learner._policy_steps._optimizer._optimizer.state.values()]
+    moments = [state["exp_avg"] for state in learner._policy_steps.optimizer._optimizer.state.values()]
+    moments += [state["exp_avg_sq"] for state in learner._policy_steps.optimizer._optimizer.state.values()]
     masters = list(weights(learner).values())
     for what, tensors in (("weights", masters), ("gradients", list(found.values())), ("moments", moments)):
         kinds = {(tensor.dtype, tensor.device.type) for tensor in tensors}
