@@ -84,6 +84,7 @@ def test_rows_that_were_left_out_are_shown_of_training_and_of_evaluation(
         config=load_config(None, ["run.name=r"]),
         dataset=Rows(8, "train.jsonl", 0, 0),
         eval_dataset=Rows(5, "eval.jsonl", 2, 3),
+        supervised=[],
         model_path="m",
     )
     Launch(prepared, RunDirectory(tmp_path), start=(), on_listening=None)._introduce()

@@ -75,7 +75,9 @@ def test_ranks_that_share_layers_train_what_one_rank_trains(trained: Path, world
     assert len(trains) >= 20
     assert_gradients_close({t: found[t] for t in trains}, {t: expected[t] for t in trains}, rtol=2e-4)
     for tensor, value in expected.items():
-        torch.testing.assert_close(found[tensor], value, rtol=1e-4, atol=1e-5, msg=tensor)
+        torch.testing.assert_close(
+            found[tensor], value, rtol=1e-3, atol=5e-5, msg=lambda m, t=tensor: f"{t}: {m}"
+        )
     for rank in range(1, WORLDS[world][0]):
         own_metrics, own = of_rank(trained, world, name, rank)
         assert own_metrics == metrics
