@@ -45,7 +45,7 @@ from asyncrl.types import (
     UInt8,
 )
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Raised with every change of the messages or of their arrays; a test holds their digest to it."""
 
 Refuse = Callable[[str, object, str], WireError]

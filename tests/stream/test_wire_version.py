@@ -11,7 +11,7 @@ import msgspec
 from asyncrl.stream import codec
 from asyncrl.stream.messages import Header
 
-DIGESTS = {2: "3f257e1785054bcc", 3: "cc36620903f89ab4"}
+DIGESTS = {2: "3f257e1785054bcc", 3: "cc36620903f89ab4", 4: "aa03053802ed926d"}
 """Of the schema at each wire version that was ever used; a version is never pinned anew."""
 
 
