@@ -16,8 +16,7 @@ from memory_dataset import dataset_of
 from asyncrl.config import Config, load_config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.mailbox import Mailbox
-from asyncrl.launch.resume import evaluated_versions, find_resumption, rewind
-from asyncrl.run_directory import RunDirectory
+from asyncrl.launch.resume import evaluated_versions, find_resumption, open_run_directory
 from asyncrl.stream.codec import Limits
 from asyncrl.stream.connections import Connection
 from asyncrl.stream.envelope import Envelope
@@ -109,12 +108,7 @@ class Run:
 async def running(config: Config, *, resume: bool = False) -> AsyncIterator[Run]:
     """A coordinator with NUM_ROWS rows, the first NUM_EVAL_ROWS of which are also those of data.eval."""
     resumption = find_resumption(config) if resume else None
-    if resumption is None:
-        directory = RunDirectory.create(config)
-    else:
-        directory = RunDirectory.reopen(config)
-        rewind(directory.path, resumption)
-        directory.go_on(config, resumption.checkpoint.version)
+    directory = open_run_directory(config, resumption)
     rows = [{"prompt": f"<{i}>", "answer": str(i), "data_source": "test"} for i in range(NUM_ROWS)]
     prompts = [np.array([i], np.int32) for i in range(NUM_ROWS)]
     async with listener() as ours:

@@ -17,7 +17,7 @@ from asyncrl.config import Config, changed_keys, load_config, run_identity
 from asyncrl.coordinator.checkpoint import CoordinatorState, read_state
 from asyncrl.envs.dataset import Dataset
 from asyncrl.errors import ConfigError, LearnerError
-from asyncrl.run_directory import EVALUATIONS, GROWING, run_path
+from asyncrl.run_directory import EVALUATIONS, GROWING, RunDirectory, run_path
 
 MAY_DIFFER = ("run.name", "run.dir")
 """They name the run directory that was found."""
@@ -89,6 +89,16 @@ def check_data(resumption: Resumption, dataset: Dataset) -> None:
             f"data.train: {dataset.sizes} prompts (of each source), and {resumption.checkpoint.folder} was written "
             f"with {resumption.state.num_prompts}: the order of the prompts would be another one; bring the same rows"
         )
+
+
+def open_run_directory(config: Config, resumption: Resumption | None) -> RunDirectory:
+    """A new one, or for a run that goes on its own, as it was at the checkpoint."""
+    if resumption is None:
+        return RunDirectory.create(config)
+    directory = RunDirectory.reopen(config)
+    rewind(directory.path, resumption)
+    directory.go_on(config, resumption.checkpoint.version)
+    return directory
 
 
 def rewind(run: Path, resumption: Resumption) -> None:

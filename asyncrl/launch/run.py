@@ -30,7 +30,13 @@ from asyncrl.launch.model_facts import read_hidden_size
 from asyncrl.launch.prepare import Prepared, message_limits, prepare, prompts_found, supervised_found
 from asyncrl.launch.processes import Processes
 from asyncrl.launch.resources import ROLES
-from asyncrl.launch.resume import Resumption, check_data, evaluated_versions, find_resumption, rewind
+from asyncrl.launch.resume import (
+    Resumption,
+    check_data,
+    evaluated_versions,
+    find_resumption,
+    open_run_directory,
+)
 from asyncrl.model_card import write_model_card
 from asyncrl.run_directory import RunDirectory, default_run_name
 from asyncrl.stream.sockets import Listener
@@ -96,12 +102,7 @@ async def run_training(
     if resumption is not None:
         check_data(resumption, prepared.dataset)
     await asyncio.sleep(0)  # a Ctrl-C that came meanwhile lands here, before anything is made
-    if resumption is None:
-        directory = RunDirectory.create(config)
-    else:
-        directory = RunDirectory.reopen(config)
-        rewind(directory.path, resumption)
-        directory.go_on(config, resumption.checkpoint.version)
+    directory = open_run_directory(config, resumption)
     launch = Launch(prepared, directory, start=start, on_listening=on_listening, resumption=resumption)
     try:
         await launch.run()

@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from asyncrl.checkpoint_folder import flush_file, write_durably
 from asyncrl.errors import LearnerError
-from asyncrl.learner.mesh import is_first_replica
+from asyncrl.learner.mesh import copy_group, is_first_replica
 from asyncrl.learner.optimizer import ShardedOptimizer
 
 FORMAT = 1
@@ -88,7 +88,7 @@ def write_shard(folder: Path, state: LearnerState, parts: Mapping[str, Part], me
     try:
         save_file({name: tensor.cpu().contiguous() for name, tensor in local.items()}, file)
         flush_file(file)
-        index = ShardIndex(FORMAT, _num_writers(mesh), state, _digest(file), pieces)
+        index = ShardIndex(FORMAT, copy_group(mesh).size(), state, _digest(file), pieces)
         write_durably(file.with_suffix(".json"), msgspec.json.encode(index))
     except (OSError, SafetensorError) as error:
         raise LearnerError(
@@ -193,12 +193,6 @@ def _check_shapes(
 
 def _shard_file(folder: Path, rank: int) -> Path:
     return folder / f"learner-{rank}.safetensors"
-
-
-def _num_writers(mesh: DeviceMesh) -> int:
-    """The ranks of the first copy, which are the lowest."""
-    num_copies = mesh["replicate"].size() if "replicate" in (mesh.mesh_dim_names or ()) else 1
-    return mesh.size() // num_copies
 
 
 def _read_index(folder: Path, rank: int) -> ShardIndex:

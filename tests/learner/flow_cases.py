@@ -161,17 +161,22 @@ def random_heads() -> Iterator[None]:
         yield
 
 
-def trained_weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:
-    """A copy of this rank's shards of all models: policy with a value head, critic, reference."""
+def models_of(learner: PolicyLearner) -> dict[str, nn.Module]:
+    """policy with a value head, critic, reference: those that it has."""
     models = learner._models
     found: dict[str, nn.Module] = {"policy": models.policy}
     if models.critic is not None:
         found["critic"] = models.critic.model
     if models.reference is not None:
         found["reference"] = models.reference.model
+    return found
+
+
+def trained_weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:
+    """A copy of this rank's shards of all models."""
     return {
         f"{which}.{name}": parameter.to_local().clone()
-        for which, module in found.items()
+        for which, module in models_of(learner).items()
         for name, parameter in module.named_parameters()
     }
 

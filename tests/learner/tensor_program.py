@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flow_cases import INDEX, SCENARIOS, Scenario, groups_of, random_heads, shard_for
+from flow_cases import INDEX, SCENARIOS, Scenario, groups_of, models_of, random_heads, shard_for
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -84,15 +84,9 @@ def train(name: str, models: Path, folder: Path, mesh: DeviceMesh) -> dict[str, 
 
 def whole_tensors(learner: PolicyLearner) -> dict[str, Tensor]:
     """Of all its models, as torch puts them together. Collective."""
-    models = learner._models
-    found: dict[str, nn.Module] = {"policy": models.policy}
-    if models.critic is not None:
-        found["critic"] = models.critic.model
-    if models.reference is not None:
-        found["reference"] = models.reference.model
     return {
         f"{which}.{name}": whole(parameter)
-        for which, module in found.items()
+        for which, module in models_of(learner).items()
         for name, parameter in module.named_parameters()
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_program import OF_ONE, RECIPES, VERSION, config_of, dump
+from flow_cases import models_of
 from learner_cases import one_rank, shard_of_minibatches, uneven_groups, write_model
 from safetensors.torch import load_file
 
@@ -44,15 +45,11 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
 
 def everything(learner: PolicyLearner) -> dict[str, torch.Tensor]:
     """A copy of each parameter of every model, and of every optimizer's moments and steps."""
-    models, found = learner._models, {}
-    modules = {"policy": models.policy}
+    critic, found = learner._models.critic, {}
     optimizers = {"policy": learner._policy_steps.optimizer._optimizer}
-    if models.critic is not None:
-        modules["critic"] = models.critic.model
-        optimizers["critic"] = models.critic.optimizer._optimizer
-    if models.reference is not None:
-        modules["reference"] = models.reference.model
-    for which, module in modules.items():
+    if critic is not None:
+        optimizers["critic"] = critic.optimizer._optimizer
+    for which, module in models_of(learner).items():
         for name, parameter in module.named_parameters():
             found[f"{which}.{name}"] = parameter.to_local().detach().clone()
             for key, value in (
